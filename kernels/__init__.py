@@ -1,0 +1,1 @@
+"""How an op is run: specs, registry, reference, generated code, and what serving needs to launch it."""

@@ -1,0 +1,1 @@
+"""From a planned graph to one C++ source file a program."""

@@ -1,0 +1,1 @@
+"""From a checkpoint to a Module: resolve, capture, lower, weights."""
