@@ -1,0 +1,34 @@
+"""Errors a user can cause. Each says what is wrong, where, and what to do; none is shown with a traceback."""
+
+
+class CompilerLLMError(Exception):
+    """Base of every error that a user's input, file, flag or environment can cause."""
+
+
+class InvalidParameter(CompilerLLMError):
+    """A request or flag has a value outside what it may be. ``param`` names the field (None if several)."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthExceeded(InvalidParameter):
+    """A prompt, with the tokens asked for, does not fit the model's context."""
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens, but the request has {prompt_tokens} prompt "
+            f"tokens and asks for {max_tokens} more. Shorten the prompt, lower max_tokens, or serve with a larger "
+            "--max-model-len.",
+            "messages",
+        )
+        self.prompt_tokens, self.max_tokens, self.limit = prompt_tokens, max_tokens, limit
+
+
+class EngineDead(CompilerLLMError):
+    """The engine process ended while requests were open. They are answered with this; the engine restarts."""
+
+
+class QueueFull(CompilerLLMError):
+    """More requests wait than ``--max-num-waiting`` allows."""

@@ -1,0 +1,99 @@
+"""What crosses between a face (server, ``LLM``) and the engine: requests in, deltas and facts out.
+
+One schema for the in-process engine and for the one behind ZMQ (msgspec, MessagePack). Text never crosses: a face
+tokenizes before and detokenizes after, except that stop strings are the face's business too (it aborts).
+"""
+
+import msgspec
+
+from compilerllm.sampling_params import SamplingParams
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
+    """One prompt to generate from. ``params.n`` > 1 is split by the face into n requests with derived seeds."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float  # seconds, time.monotonic() of the sender's clock on this machine
+    eos_token_ids: tuple[int, ...] = ()  # from the tokenizer and generation config; unused with ignore_eos
+    cache_salt: str | None = None  # prefix blocks are shared only between equal salts
+    adapter_id: int = 0  # slot of a low-rank adapter; 0 is the base model
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop a request and free its blocks; unknown ids are ignored (it may have finished meanwhile)."""
+
+    request_ids: list[str]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position: the chosen token's, then the most likely ones in order."""
+
+    chosen: float
+    rank: int  # 1-based rank of the chosen token
+    top_ids: list[int]
+    top: list[float]
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
+    """What a step added to one request. ``finish_reason`` is None while it runs.
+
+    finish_reason: "stop" (eos, or stop token in ``stop_reason``), "length", "abort", "error" (message in ``error``).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0  # prompt tokens found in shared blocks; set on the first delta
+    num_preemptions: int = 0
+    queue_seconds: float = 0.0  # arrival to first scheduling; set on the first delta
+    prefill_seconds: float = 0.0  # first scheduling to first token; set on the first delta
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """A snapshot of the engine for metrics, sent with deltas and at most every 100 ms when idle."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up since start
+    prefix_hits: int = 0  # of them, found
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    compile_events: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine is up. What the startup card and the faces need to know of the model."""
+
+    model: str
+    target: str
+    max_model_len: int
+    vocab_size: int
+    blocks_total: int
+    block_size: int
+    card: dict[str, str]  # label -> text, in print order: model, target, buckets, KV blocks, memory, compile
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine could not start; ``message`` is meant for the user."""
+
+    message: str
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
+    """All deltas of one step, and the stats after it."""
+
+    deltas: list[Delta]
+    stats: Stats
+
+
+Inbound = Request | Abort
+Outbound = Batch | Stats | Ready | Failed

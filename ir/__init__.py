@@ -1,0 +1,1 @@
+"""Graphs and nothing else: types, nodes, ops, text form, verifier. No torch here."""

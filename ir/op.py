@@ -1,0 +1,219 @@
+"""The op registry's machinery: an op's signature, type rule, cost and reduction property.
+
+Definitions stand in ``ir/ops``; ``lookup`` loads them all. One entry is all an op needs to be printed, parsed,
+verified, costed and matched; a reference implementation in ``kernels/reference`` makes it run.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from importlib import import_module
+
+from compilerllm.ir.dims import Dim
+from compilerllm.ir.errors import TypeMismatch, UnknownOp
+from compilerllm.ir.graph import Attr, Node, Value
+from compilerllm.ir.types import TensorType, Type
+
+
+class Reduction(Enum):
+    """What an op sums over, hence whose order of addition can change its bits."""
+
+    NONE = "none"  # pointwise or data movement
+    ROW = "row"  # within one row (norms, softmax)
+    CONTRACTION = "contraction"  # over K of a matrix product
+    CONTEXT = "context"  # over a sequence's keys
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes that must move (inputs once, outputs once) and floating-point operations, as expressions."""
+
+    bytes: Dim
+    flops: Dim
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One place of a signature."""
+
+    name: str
+    optional: bool = False
+    variadic: bool = False
+
+
+class OpCall:
+    """What a type rule sees: operands by name, attributes, and ways to refuse with a reason."""
+
+    def __init__(self, op: "Op", inputs: tuple[Value | None, ...], attrs: Mapping[str, Attr]) -> None:
+        self.op, self.inputs, self.attrs = op, inputs, attrs
+
+    def optional(self, name: str) -> TensorType | None:
+        index = next(i for i, o in enumerate(self.op.operands) if o.name == name)
+        value = self.inputs[index] if index < len(self.inputs) else None
+        return None if value is None else self._tensor(name, value)
+
+    def __getitem__(self, name: str) -> TensorType:
+        found = self.optional(name)
+        if found is None:
+            raise TypeMismatch(f"{self.op.name}: operand {name!r} is missing")
+        return found
+
+    def raw(self, name: str) -> Type | None:
+        index = next(i for i, o in enumerate(self.op.operands) if o.name == name)
+        value = self.inputs[index] if index < len(self.inputs) else None
+        return None if value is None else value.type
+
+    @property
+    def variadic(self) -> tuple[TensorType, ...]:
+        start = next(i for i, o in enumerate(self.op.operands) if o.variadic)
+        return tuple(self._tensor(f"#{i}", v) for i, v in enumerate(self.inputs[start:]) if v is not None)
+
+    def _tensor(self, name: str, value: Value) -> TensorType:
+        if not isinstance(value.type, TensorType):
+            raise TypeMismatch(f"{self.op.name}: operand {name!r} must be a tensor, but is {value.type}")
+        return value.type
+
+    def require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise TypeMismatch(f"{self.op.name}: {message}")
+
+    def same(self, a: Dim, b: Dim, what: str) -> None:
+        self.require(a == b, f"{what}: {a} against {b}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.attrs.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeMismatch(f"{self.op.name}: attribute {name!r} must be a whole number, but is {value!r}")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self.attrs.get(name, default)
+        if not isinstance(value, str):
+            raise TypeMismatch(f"{self.op.name}: attribute {name!r} must be text, but is {value!r}")
+        return value
+
+    def items(self, name: str) -> tuple[Attr, ...]:
+        value = self.attrs.get(name)
+        if not isinstance(value, tuple):
+            raise TypeMismatch(f"{self.op.name}: attribute {name!r} must be a list, but is {value!r}")
+        return value
+
+
+TypeRule = Callable[[OpCall], tuple[TensorType, ...]]
+FlopRule = Callable[[Node], Dim]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One registry entry. ``attrs`` lists allowed attribute names; those ending in ``?`` may be left out."""
+
+    name: str
+    meaning: str
+    operands: tuple[Operand, ...]
+    attrs: tuple[str, ...]
+    rule: TypeRule | None  # None: types are declared by whoever makes the node (call, group, aten)
+    flops: FlopRule
+    reduction: Reduction
+    reads_state: bool = False
+    writes_state: bool = False
+    effects: bool = False  # must not be removed, duplicated or moved over others with effects
+
+    @property
+    def pure(self) -> bool:
+        return not (self.writes_state or self.effects)
+
+    def operand_index(self, name: str) -> int:
+        return next(i for i, o in enumerate(self.operands) if o.name == name)
+
+    def check_attrs(self, attrs: Mapping[str, Attr]) -> None:
+        known = {a.rstrip("?") for a in self.attrs}
+        needed = {a for a in self.attrs if not a.endswith("?")}
+        if unknown := sorted(set(attrs) - known):
+            raise TypeMismatch(f"{self.name}: unknown attribute {unknown[0]!r}; it takes {', '.join(sorted(known)) or 'none'}")
+        if missing := sorted(needed - set(attrs)):
+            raise TypeMismatch(f"{self.name}: attribute {missing[0]!r} is missing")
+
+    def check_operands(self, inputs: tuple[Value | None, ...]) -> None:
+        variadic = bool(self.operands) and self.operands[-1].variadic
+        if len(inputs) > len(self.operands) and not variadic:
+            raise TypeMismatch(f"{self.name}: {len(inputs)} operands, but it takes {len(self.operands)}")
+        for index, operand in enumerate(self.operands):
+            if not (operand.optional or operand.variadic) and (index >= len(inputs) or inputs[index] is None):
+                raise TypeMismatch(f"{self.name}: operand {operand.name!r} is missing")
+
+    def infer(self, inputs: tuple[Value | None, ...], attrs: Mapping[str, Attr]) -> tuple[TensorType, ...] | None:
+        """The output types, or None where the op leaves them to its maker. Raises ``TypeMismatch``."""
+        self.check_operands(inputs)
+        self.check_attrs(attrs)
+        return None if self.rule is None else self.rule(OpCall(self, inputs, attrs))
+
+    def cost(self, node: Node) -> Cost:
+        """Bytes moved and flops of one execution, states' traffic not counted."""
+        moved: Dim = 0
+        for value in {*node.operands, *node.outputs}:
+            if isinstance(value.type, TensorType):
+                moved = moved + value.type.nbytes
+        return Cost(moved, self.flops(node))
+
+
+_OPS: dict[str, Op] = {}
+
+
+def elementwise_flops(node: Node) -> Dim:
+    """One operation an output element."""
+    return node.outputs[0].tensor.numel if node.outputs else 0
+
+
+def no_flops(node: Node) -> Dim:
+    return 0
+
+
+def define(
+    signature: str,
+    meaning: str,
+    rule: TypeRule | None,
+    *,
+    attrs: str = "",
+    flops: FlopRule = no_flops,
+    reduction: Reduction = Reduction.NONE,
+    reads_state: bool = False,
+    writes_state: bool = False,
+    effects: bool = False,
+) -> Op:
+    """Register an op. ``signature`` reads ``linear(x, weight, bias?)`` or ``concat(*parts)``; attrs ``"eps, cast?"``."""
+    name, _, rest = signature.partition("(")
+    operands = tuple(
+        Operand(part.strip("*? "), part.strip().endswith("?"), part.strip().startswith("*"))
+        for part in rest.rstrip(")").split(",")
+        if part.strip()
+    )
+    names = tuple(a.strip() for a in attrs.split(",") if a.strip())
+    op = Op(name, meaning, operands, names, rule, flops, reduction, reads_state, writes_state, effects)
+    if name in _OPS:
+        raise ValueError(f"op {name!r} is defined twice")
+    _OPS[name] = op
+    return op
+
+
+@cache
+def _load() -> None:
+    for part in ("tensor", "model", "serving", "fused"):
+        import_module(f"compilerllm.ir.ops.{part}")
+
+
+def lookup(name: str) -> Op:
+    """The op called ``name``. Raises ``UnknownOp``, with the nearest names."""
+    _load()
+    if name not in _OPS:
+        import difflib
+
+        near = difflib.get_close_matches(name, _OPS, n=3)
+        raise UnknownOp(f"unknown op {name!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+    return _OPS[name]
+
+
+def all_ops() -> Mapping[str, Op]:
+    """The whole registry, by name."""
+    _load()
+    return _OPS

@@ -1,0 +1,1 @@
+"""Op definitions, by what they serve: tensors, models, serving, fused forms."""

@@ -1,0 +1,99 @@
+"""Forms that fusion passes make: each does exactly what the ops it replaces did, roundings included."""
+
+from compilerllm.ir.op import OpCall, Reduction, define
+from compilerllm.ir.ops.model import ACTIVATIONS, check_linear, check_norm, linear_flops
+from compilerllm.ir.ops.serving import state, step
+from compilerllm.ir.types import TensorType
+
+
+def _add_norm(call: OpCall) -> tuple[TensorType, ...]:
+    x, residual = call["x"], call["residual"]
+    call.require(x == residual, f"x {x} and residual {residual} differ")
+    check_norm(call, x)
+    return x, x
+
+
+define(
+    "add_rms_norm(x, residual, weight?)", "sum = x + residual; gives rms_norm(sum) and sum", _add_norm,
+    attrs="eps, offset?, round_first?", flops=lambda n: 5 * n.outputs[0].tensor.numel, reduction=Reduction.ROW,
+)  # fmt: skip
+define(
+    "add_layer_norm(x, residual, weight?, bias?)", "sum = x + residual; gives layer_norm(sum) and sum", _add_norm,
+    attrs="eps, round_first?", flops=lambda n: 8 * n.outputs[0].tensor.numel, reduction=Reduction.ROW,
+)  # fmt: skip
+
+
+def _packed_gated(call: OpCall) -> tuple[TensorType, ...]:
+    x = call["x"]
+    width = x.shape[-1]
+    call.require(isinstance(width, int) and width % 2 == 0, f"the last extent must be even, but is {width}")
+    call.require(call.text("act") in ACTIVATIONS, f"unknown activation {call.text('act')!r}")
+    assert isinstance(width, int)
+    return (x.with_shape(*x.shape[:-1], width // 2),)
+
+
+define(
+    "gated_act_packed(x)", "act(first half of the row) * second half", _packed_gated, attrs="act",
+    flops=lambda n: 6 * n.output.tensor.numel,
+)  # fmt: skip
+
+
+def _linear_gated(call: OpCall) -> tuple[TensorType, ...]:
+    result = check_linear(call, call["x"], call["weight"], call.optional("bias"))
+    width = result.shape[-1]
+    call.require(isinstance(width, int) and width % 2 == 0, f"the weight must have an even number of rows, not {width}")
+    call.require(call.text("act") in ACTIVATIONS, f"unknown activation {call.text('act')!r}")
+    assert isinstance(width, int)
+    return (result.with_shape(*result.shape[:-1], width // 2),)
+
+
+define(
+    "linear_gated(x, weight, bias?)", "a linear whose first half of rows is gate, second up; gives act(gate) * up",
+    _linear_gated, attrs="act", flops=linear_flops, reduction=Reduction.CONTRACTION,
+)  # fmt: skip
+
+
+def _linear_act(call: OpCall) -> tuple[TensorType, ...]:
+    call.require(call.text("act") in ACTIVATIONS, f"unknown activation {call.text('act')!r}")
+    return (check_linear(call, call["x"], call["weight"], call.optional("bias")),)
+
+
+define(
+    "linear_act(x, weight, bias?)", "act(linear(x))", _linear_act, attrs="act", flops=linear_flops,
+    reduction=Reduction.CONTRACTION,
+)  # fmt: skip
+
+
+def _linear_add(call: OpCall) -> tuple[TensorType, ...]:
+    result = check_linear(call, call["x"], call["weight"], call.optional("bias"))
+    call.require(call["residual"] == result, f"residual {call['residual']} must be {result}")
+    return (result,)
+
+
+define(
+    "linear_add(x, weight, residual, bias?)", "linear(x), rounded, plus residual", _linear_add, flops=linear_flops,
+    reduction=Reduction.CONTRACTION,
+)  # fmt: skip
+
+
+def _qkv_rope_write(call: OpCall) -> tuple[TensorType, ...]:
+    kv, qkv = state(call, "paged_kv"), call["qkv"]
+    step(call)
+    heads = call.integer("heads")
+    dim, kv_heads = kv["dim"], kv["heads"]
+    call.same(qkv.shape[-1], (heads + 2 * kv_heads) * dim, "width of qkv and (heads + 2 * key heads) * D")
+    for name in ("q_norm", "k_norm"):
+        if (weight := call.optional(name)) is not None:
+            call.require(weight.shape == (dim,), f"{name} must be [{dim}], but is {weight}")
+    if call.optional("cos") is not None:
+        call.require(call.text("style") in ("half", "interleaved"), f"unknown style {call.text('style')!r}")
+    return (qkv.with_shape(qkv.shape[0], heads, dim),)
+
+
+# One row of qkv holds q heads, then k heads, then v heads. With q_norm and k_norm each head is rms-normed first.
+define(
+    "qkv_rope_write(state, qkv, step, cos?, sin?, q_norm?, k_norm?)",
+    "split qkv, norm and rotate q and k, store k and v, give q", _qkv_rope_write,
+    attrs="heads, style?, half_width?, f32?, eps?, offset?, round_first?", flops=lambda n: 8 * n.inputs[1].tensor.numel,  # type: ignore[union-attr]
+    reduction=Reduction.ROW, writes_state=True,
+)  # fmt: skip

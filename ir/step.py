@@ -1,0 +1,150 @@
+"""What a step takes in: one schema for every program, and the only part of ``ir`` that serving imports.
+
+T tokens of a step, S sequences, R rows to sample and the longest query are independent of each other: speculation
+verifies several tokens a sequence, prompt logprobs sample every row, a prefill chunk samples none.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Int32 = npt.NDArray[np.int32]
+    Float32 = npt.NDArray[np.float32]
+else:
+    Int32 = Float32 = Any
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Upper bounds of a step: tokens, sequences, rows to sample, longest query. One program each."""
+
+    tokens: int
+    sequences: int
+    rows: int
+    max_query: int
+
+    def holds(self, step: "StepInputs") -> bool:
+        return (
+            len(step.token_ids) <= self.tokens
+            and len(step.seq_lens) <= self.sequences
+            and len(step.sample_rows) <= self.rows
+            and step.max_query <= self.max_query
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """One step's metadata, int32 and C-contiguous.
+
+    Tokens of one sequence are adjacent: sequence s owns tokens [query_start[s], query_start[s+1]), its context after
+    the step is [0, seq_lens[s]), and its last token stands at position seq_lens[s] - 1.
+    ``token_ids[t]`` < 0 means: the token that the sampling program last wrote for slot ``-1 - token_ids[t]``, which
+    stays on the device (the host may not know it yet).
+    """
+
+    token_ids: Int32  # [T]
+    positions: Int32  # [T]
+    query_start: Int32  # [S+1]
+    seq_lens: Int32  # [S]
+    block_tables: Int32  # [G, S, blocks]: for each paged state group, block ids in context order; -1 = freed
+    slots: Int32  # [S]: the sequence's row in device tables and slot states
+    sample_rows: Int32  # [R]: indices into T whose logits are wanted
+    adapter_id: Int32  # [T]: 0 is the base model
+
+    @property
+    def max_query(self) -> int:
+        """Tokens of the sequence with the most of them in this step."""
+        return int((self.query_start[1:] - self.query_start[:-1]).max()) if len(self.seq_lens) else 0
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """States that share one addressing and so one block table. The pool knows nothing else of a model.
+
+    paged: ``block_size`` tokens a block, any block may be shared. A ``window`` lets blocks that lie wholly before it
+    be freed. slot: ``bytes_per_block`` a sequence, addressed by slot, never shared.
+    """
+
+    name: str
+    addressing: Literal["paged", "slot"]
+    block_size: int  # tokens; 0 for slot states
+    bytes_per_block: int  # bytes over all layers of the group
+    window: int | None = None  # tokens; None = the whole context
+    rollback: Literal["truncate", "none"] = "truncate"
+
+
+@dataclass(eq=False)
+class SamplingTables:
+    """Per-request sampling parameters by slot, kept where the sampling program runs. [N] = slots unless said."""
+
+    temperature: Float32
+    top_k: Int32  # 0 = off
+    top_p: Float32
+    min_p: Float32
+    repetition_penalty: Float32
+    presence_penalty: Float32
+    frequency_penalty: Float32
+    seed: Any  # uint64 [N]
+    draws: Any  # int64 [N]: random numbers drawn so far = output tokens; Philox counter
+    last_token: Int32  # the token last sampled for the slot
+    prompt_counts: Any  # uint16 [N, V] or None until a request needs penalties (repetition counts the prompt too)
+    output_counts: Any  # uint16 [N, V] or None
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRows:
+    """Which rows of the last forward's logits are sampled, and what is particular to them."""
+
+    slots: Int32  # [R]: slot of each sampled row, in sample_rows order; -1 = score only
+    bias_start: Int32  # [R+1]: row r's entries in bias_token and bias_value
+    bias_token: Int32  # [B]
+    bias_value: Float32  # [B]: added to the logit; -inf bans the token
+    num_logprobs: int  # 0 = none; n = the chosen token's and the n most likely ones (at least 1 computed)
+    penalties: bool  # any row needs the counts
+    random: bool  # any row has temperature > 0
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """The result, row for row. Log-probabilities are natural, of the raw logits, before temperature and penalties."""
+
+    token_ids: Int32  # [R]
+    logprob: Float32  # [R]; empty when not asked for
+    rank: Int32  # [R]; 1 = most likely
+    top_ids: Int32  # [R, n]
+    top_logprobs: Float32  # [R, n]
+
+
+class Executable(Protocol):
+    """What the runtime needs of a compiled model. ``compilerllm.compiled.CompiledModel`` is one; tests have others."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def groups(self) -> tuple[StateGroup, ...]: ...
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]: ...
+
+    def allocate(self, num_blocks: int, max_num_seqs: int) -> SamplingTables:
+        """Make the states (``num_blocks`` blocks in each paged group) and the sampling tables. Once."""
+        ...
+
+    def forward(self, step: StepInputs) -> None:
+        """Run one step; logits of ``sample_rows`` stay inside. Blocks until done; releases the GIL meanwhile."""
+        ...
+
+    def sample(self, rows: SampleRows) -> Sampled:
+        """Choose tokens from the last forward's logits, write ``last_token`` and advance ``draws`` and counts."""
+        ...
+
+    def logits(self) -> Float32:
+        """The last forward's logits [R, V], for tests and scoring."""
+        ...
