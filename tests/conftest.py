@@ -35,7 +35,7 @@ def gemma3_gguf(request: pytest.FixtureRequest) -> Path:
 
     cache = request.config.cache
     assert cache is not None, "pytest's cache plugin is off"
-    whole = Path(cache.mkdir("models")) / MODEL_NAME
+    whole = Path(cache.mkdir("models")) / str(MODEL_NAME)
     if not whole.exists():
         part = whole.with_suffix(f".{os.getpid()}")  # several workers may do this at once; the last one wins
         assemble(part)
