@@ -24,13 +24,16 @@ COMPILERS = ("triton", "sympy", "transformers", "torch._dynamo", "torch._inducto
 # The arrows. A module belongs to the longest key that is it or holds it, and may import only what is listed there,
 # its own unit included. ``compilerllm.kernels!`` stands for that module alone, without what it holds.
 FACTS = ("compilerllm!", "compilerllm.errors", "compilerllm.config", "compilerllm.sampling_params")
-SERVING = (*FACTS, "compilerllm.ir.step", "compilerllm.kernels.launch", "compilerllm.compiled")
+SERVABLE_IR = ("compilerllm.ir.step", "compilerllm.ir.recipe", "compilerllm.ir.errors")
+SERVING = (*FACTS, *SERVABLE_IR, "compilerllm.kernels.launch", "compilerllm.compiled")
 RUNTIME = (*SERVING, "compilerllm.runtime", "compilerllm.loading")
 ARROWS: dict[str, tuple[str, ...]] = {
+    "compilerllm.ir.errors": (),
     "compilerllm.ir.step": (),
+    "compilerllm.ir.recipe": ("compilerllm.ir.errors",),
     "compilerllm.ir": ("compilerllm.ir",),
     "compilerllm.models": ("compilerllm.ir", "compilerllm.models"),
-    "compilerllm.kernels.launch": ("compilerllm.ir.step", "compilerllm.kernels.launch"),
+    "compilerllm.kernels.launch": (*SERVABLE_IR, "compilerllm.kernels.launch"),
     "compilerllm.kernels": ("compilerllm.ir", "compilerllm.kernels"),
     "compilerllm.passes": (
         "compilerllm.ir",
@@ -63,7 +66,7 @@ SERVE_TIME = (
     "compilerllm.compiled",
     "compilerllm.config",
     "compilerllm.errors",
-    "compilerllm.ir.step",
+    *SERVABLE_IR,
     "compilerllm.kernels.launch",
     "compilerllm.loading",
     "compilerllm.runtime",
