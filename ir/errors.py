@@ -36,4 +36,6 @@ class TextError(IRError):
         text = source[start : len(source) if end < 0 else end]
         carets = "^" * max(1, min(length, len(text) - (self.column - 1)))
         self.message = message
-        super().__init__(f"{file}:{self.line}:{self.column}: {message}\n  {text}\n  {' ' * (self.column - 1)}{carets}")
+        super().__init__(
+            f"{file}:{self.line}:{self.column}: {message}\n  {text}\n  {' ' * (self.column - 1)}{carets}"
+        )

@@ -281,7 +281,9 @@ class Module:
                 name = join_name(prefix, param.name)
                 if name not in seen:
                     seen.add(name)
-                    yield ParamInstance(name, param.value.tensor, rename(param.recipe, lambda n, p=prefix: join_name(p, n)))  # type: ignore[misc]
+                    yield ParamInstance(
+                        name, param.value.tensor, rename(param.recipe, lambda n, p=prefix: join_name(p, n))
+                    )  # type: ignore[misc]
 
     def state_instances(self) -> Iterator[tuple[str, StateType]]:
         """Every state once, as (global name, type): ``kv.7`` for layer 7's ``kv``."""

@@ -130,7 +130,9 @@ class Op:
         known = {a.rstrip("?") for a in self.attrs}
         needed = {a for a in self.attrs if not a.endswith("?")}
         if unknown := sorted(set(attrs) - known):
-            raise TypeMismatch(f"{self.name}: unknown attribute {unknown[0]!r}; it takes {', '.join(sorted(known)) or 'none'}")
+            raise TypeMismatch(
+                f"{self.name}: unknown attribute {unknown[0]!r}; it takes {', '.join(sorted(known)) or 'none'}"
+            )
         if missing := sorted(needed - set(attrs)):
             raise TypeMismatch(f"{self.name}: attribute {missing[0]!r} is missing")
 
@@ -142,7 +144,9 @@ class Op:
             if not (operand.optional or operand.variadic) and (index >= len(inputs) or inputs[index] is None):
                 raise TypeMismatch(f"{self.name}: operand {operand.name!r} is missing")
 
-    def infer(self, inputs: tuple[Value | None, ...], attrs: Mapping[str, Attr]) -> tuple[TensorType, ...] | None:
+    def infer(
+        self, inputs: tuple[Value | None, ...], attrs: Mapping[str, Attr]
+    ) -> tuple[TensorType, ...] | None:
         """The output types, or None where the op leaves them to its maker. Raises ``TypeMismatch``."""
         self.check_operands(inputs)
         self.check_attrs(attrs)

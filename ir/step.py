@@ -90,7 +90,9 @@ class SamplingTables:
     seed: Any  # uint64 [N]
     draws: Any  # int64 [N]: random numbers drawn so far = output tokens; Philox counter
     last_token: Int32  # the token last sampled for the slot
-    prompt_counts: Any  # uint16 [N, V] or None until a request needs penalties (repetition counts the prompt too)
+    prompt_counts: (
+        Any  # uint16 [N, V] or None until a request needs penalties (repetition counts the prompt too)
+    )
     output_counts: Any  # uint16 [N, V] or None
 
 

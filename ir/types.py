@@ -100,7 +100,9 @@ class StateType:
         missing = [f for f in kind.fields if f not in given]
         extra = [f for f in given if f not in kind.fields + kind.optional]
         if missing or extra:
-            raise ValueError(f"{self.kind} needs {', '.join(kind.fields)}; missing {missing}, unknown {extra}")
+            raise ValueError(
+                f"{self.kind} needs {', '.join(kind.fields)}; missing {missing}, unknown {extra}"
+            )
         order = [f for f in kind.fields + kind.optional if f in given]
         object.__setattr__(self, "fields", tuple((f, given[f]) for f in order))
 

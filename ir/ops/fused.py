@@ -41,7 +41,9 @@ define(
 def _linear_gated(call: OpCall) -> tuple[TensorType, ...]:
     result = check_linear(call, call["x"], call["weight"], call.optional("bias"))
     width = result.shape[-1]
-    call.require(isinstance(width, int) and width % 2 == 0, f"the weight must have an even number of rows, not {width}")
+    call.require(
+        isinstance(width, int) and width % 2 == 0, f"the weight must have an even number of rows, not {width}"
+    )
     call.require(call.text("act") in ACTIVATIONS, f"unknown activation {call.text('act')!r}")
     assert isinstance(width, int)
     return (result.with_shape(*result.shape[:-1], width // 2),)

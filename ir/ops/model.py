@@ -1,8 +1,8 @@
 """Ops a captured model is made of: embedding, linear, norms, rotary, attention, gated activations, experts."""
 
+from compilerllm.ir.dims import Dim
 from compilerllm.ir.graph import Node
 from compilerllm.ir.op import OpCall, Reduction, define, elementwise_flops
-from compilerllm.ir.dims import Dim
 from compilerllm.ir.types import TensorType
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity", "gpt_oss")
@@ -33,7 +33,9 @@ def _embedding(call: OpCall) -> tuple[TensorType, ...]:
     call.require(ids.dtype in ("i32", "i64"), f"ids must be whole numbers, but are {ids.dtype}")
     call.require(table.rank == 2, f"table must be [V, K], but is {table}")
     dtype = call.text("dtype", table.dtype)
-    call.require(not TensorType(dtype, ()).is_quantized, "a packed table needs attribute 'dtype' for the result")
+    call.require(
+        not TensorType(dtype, ()).is_quantized, "a packed table needs attribute 'dtype' for the result"
+    )
     return (TensorType(dtype, (*ids.shape, table.shape[1])),)
 
 
@@ -76,7 +78,9 @@ def _rotary_table(call: OpCall) -> tuple[TensorType, ...]:
     positions, freq = call["positions"], call["inv_freq"]
     call.require(freq.rank == 1, f"inv_freq must be [D/2], but is {freq}")
     width = freq.shape[0] * (1 if call.text("layout") == "half_width" else 2)
-    call.require(call.text("layout") in ("half", "half_width", "repeat"), f"unknown layout {call.text('layout')!r}")
+    call.require(
+        call.text("layout") in ("half", "half_width", "repeat"), f"unknown layout {call.text('layout')!r}"
+    )
     result = TensorType(call.text("dtype"), (*positions.shape, width))
     return result, result
 
@@ -92,7 +96,9 @@ def _rope(call: OpCall) -> tuple[TensorType, ...]:
     x, cos = call["x"], call["cos"]
     call.require(call.text("style") in ("half", "interleaved"), f"unknown style {call.text('style')!r}")
     call.require(x.rank >= 2, f"x must be [..., T, H, D] or [..., H, T, D], but is {x}")
-    call.require(call.attrs.get("head_axis") in (-2, -3), "head_axis must be -2 ([T, H, D]) or -3 ([H, T, D])")
+    call.require(
+        call.attrs.get("head_axis") in (-2, -3), "head_axis must be -2 ([T, H, D]) or -3 ([H, T, D])"
+    )
     width = cos.shape[-1] * (2 if call.attrs.get("half_width") else 1)
     if isinstance(width, int) and isinstance(x.shape[-1], int):
         call.require(width <= x.shape[-1], f"table is {width} wide, x only {x.shape[-1]}")
@@ -109,7 +115,9 @@ define(
 
 def _attention(call: OpCall) -> tuple[TensorType, ...]:
     q, k, v = call["q"], call["k"], call["v"]
-    call.require(q.rank == 3 and k.rank == 3 and v.rank == 3, f"q, k, v must be [T, H, D], but are {q}, {k}, {v}")
+    call.require(
+        q.rank == 3 and k.rank == 3 and v.rank == 3, f"q, k, v must be [T, H, D], but are {q}, {k}, {v}"
+    )
     call.same(q.shape[2], k.shape[2], "D of q and k")
     call.same(k.shape[1], v.shape[1], "heads of k and v")
     heads, kv = q.shape[1], k.shape[1]
@@ -145,7 +153,13 @@ define(
     "gated_act(gate, up)", "act(gate) * up, act rounded before the product", _gated, attrs="act",
     flops=lambda n: 6 * n.output.tensor.numel,
 )  # fmt: skip
-define("softcap(x)", "cap * tanh(x / cap)", lambda call: (call["x"],), attrs="cap", flops=lambda n: 3 * n.output.tensor.numel)
+define(
+    "softcap(x)",
+    "cap * tanh(x / cap)",
+    lambda call: (call["x"],),
+    attrs="cap",
+    flops=lambda n: 3 * n.output.tensor.numel,
+)
 
 
 def _experts(call: OpCall) -> tuple[TensorType, ...]:
@@ -179,9 +193,15 @@ define(
 def _topk(call: OpCall) -> tuple[TensorType, ...]:
     x = call["x"]
     k = call.integer("k")
-    call.require(1 <= k, f"k must be at least 1, but is {k}")
+    call.require(k >= 1, f"k must be at least 1, but is {k}")
     shape = (*x.shape[:-1], k)
     return TensorType(x.dtype, shape), TensorType("i64", shape)
 
 
-define("topk(x)", "the k largest of the last axis, in descending order, and their indices", _topk, attrs="k", reduction=Reduction.ROW)
+define(
+    "topk(x)",
+    "the k largest of the last axis, in descending order, and their indices",
+    _topk,
+    attrs="k",
+    reduction=Reduction.ROW,
+)

@@ -26,7 +26,9 @@ def state(call: OpCall, kind: str, name: str = "state") -> StateType:
 
 
 def step(call: OpCall) -> None:
-    call.require(isinstance(call.raw("step"), StepType), f"operand 'step' must be the step, but is {call.raw('step')}")
+    call.require(
+        isinstance(call.raw("step"), StepType), f"operand 'step' must be the step, but is {call.raw('step')}"
+    )
 
 
 def _step_field(call: OpCall) -> tuple[TensorType, ...]:
@@ -53,7 +55,9 @@ def _paged_attention(call: OpCall) -> tuple[TensorType, ...]:
     call.require(q.rank == 3, f"q must be [T, H, D], but is {q}")
     call.same(q.shape[2], kv["dim"], "D of q and of the state")
     heads = q.shape[1]
-    call.require(isinstance(heads, int) and heads % kv["heads"] == 0, f"{heads} heads do not share {kv['heads']}")
+    call.require(
+        isinstance(heads, int) and heads % kv["heads"] == 0, f"{heads} heads do not share {kv['heads']}"
+    )
     if (sinks := call.optional("sinks")) is not None:
         call.require(sinks.shape == (heads,), f"sinks must be [{heads}], but are {sinks}")
     return (q,)
@@ -81,7 +85,10 @@ def _slot_conv(call: OpCall) -> tuple[TensorType, ...]:
     step(call)
     call.require(x.rank == 2, f"x must be [T, channels], but is {x}")
     call.same(x.shape[1], kept["channels"], "channels of x and of the state")
-    call.require(weight.shape == (kept["channels"], kept["width"] + 1), f"weight must be [channels, width + 1], but is {weight}")
+    call.require(
+        weight.shape == (kept["channels"], kept["width"] + 1),
+        f"weight must be [channels, width + 1], but is {weight}",
+    )
     return (x,)
 
 
@@ -94,7 +101,9 @@ define(
 
 def _adapter(call: OpCall) -> tuple[TensorType, ...]:
     x, y, a, b, ids = call["x"], call["y"], call["a"], call["b"], call["adapter_id"]
-    call.require(a.rank == 3 and b.rank == 3, f"a must be [slots, rank, K] and b [slots, N, rank], but are {a}, {b}")
+    call.require(
+        a.rank == 3 and b.rank == 3, f"a must be [slots, rank, K] and b [slots, N, rank], but are {a}, {b}"
+    )
     call.same(a.shape[2], x.shape[-1], "K of x and a")
     call.same(b.shape[1], y.shape[-1], "N of y and b")
     call.same(a.shape[1], b.shape[2], "rank of a and b")

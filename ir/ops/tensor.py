@@ -21,7 +21,9 @@ def broadcast(call: OpCall, *shapes: tuple[Dim, ...]) -> tuple[Dim, ...]:
 def promote(call: OpCall, dtypes: list[str]) -> str:
     """The common dtype; bf16 with f16 is refused, everything else takes the wider."""
     call.require(not {"bf16", "f16"} <= set(dtypes), "bf16 and f16 have no common dtype; cast one")
-    call.require(not set(dtypes) & set(QUANTIZED_BLOCKS), "block-quantised operands must be dequantised first")
+    call.require(
+        not set(dtypes) & set(QUANTIZED_BLOCKS), "block-quantised operands must be dequantised first"
+    )
     return max(dtypes, key=lambda d: _RANK[d])
 
 
@@ -72,9 +74,20 @@ for _name, _meaning in {
         attrs="scalar?, reverse?", flops=elementwise_flops,
     )  # fmt: skip
 
-for _name, _meaning in {"eq": "a == b", "ne": "a != b", "lt": "a < b", "le": "a <= b", "gt": "a > b", "ge": "a >= b"}.items():
+for _name, _meaning in {
+    "eq": "a == b",
+    "ne": "a != b",
+    "lt": "a < b",
+    "le": "a <= b",
+    "gt": "a > b",
+    "ge": "a >= b",
+}.items():
     define(
-        f"{_name}(a, b?)", f"{_meaning}, elementwise, as bool", _compare, attrs="scalar?, reverse?", flops=elementwise_flops
+        f"{_name}(a, b?)",
+        f"{_meaning}, elementwise, as bool",
+        _compare,
+        attrs="scalar?, reverse?",
+        flops=elementwise_flops,
     )
 
 
@@ -128,13 +141,22 @@ define(
     "softmax(x)", "exp(x - max) over its sum, along one axis, inside in f32", _softmax, attrs="axis",
     flops=lambda n: 5 * n.output.tensor.numel, reduction=Reduction.ROW,
 )  # fmt: skip
-define("cumsum(x)", "running sum along one axis", _softmax, attrs="axis", flops=elementwise_flops, reduction=Reduction.ROW)
+define(
+    "cumsum(x)",
+    "running sum along one axis",
+    _softmax,
+    attrs="axis",
+    flops=elementwise_flops,
+    reduction=Reduction.ROW,
+)
 
 
 def shape_attr(call: OpCall, name: str = "shape") -> tuple[Dim, ...]:
     result: list[Dim] = []
     for item in call.items(name):
-        call.require(not isinstance(item, bool | float | str | tuple), f"{name} must hold dimensions, but has {item!r}")
+        call.require(
+            not isinstance(item, bool | float | str | tuple), f"{name} must hold dimensions, but has {item!r}"
+        )
         result.append(dim(item))  # type: ignore[arg-type]
     return tuple(result)
 
@@ -166,7 +188,9 @@ def _slice(call: OpCall) -> tuple[TensorType, ...]:
     length = dim(stop - start)  # type: ignore[operator, arg-type]
     if isinstance(start, int) and isinstance(stop, int):
         call.require(0 <= start <= stop, f"[{start}, {stop}) is not a range")
-        call.require(not isinstance(extent, int) or stop <= extent, f"[{start}, {stop}) is outside extent {extent}")
+        call.require(
+            not isinstance(extent, int) or stop <= extent, f"[{start}, {stop}) is outside extent {extent}"
+        )
         length = (length + step - 1) // step
     else:
         call.require(step == 1, "a symbolic range takes step 1 only")
@@ -180,7 +204,10 @@ def _concat(call: OpCall) -> tuple[TensorType, ...]:
     for part in parts[1:]:
         same = part.rank == parts[0].rank and part.dtype == parts[0].dtype
         call.require(
-            same and all(a == b for i, (a, b) in enumerate(zip(part.shape, parts[0].shape, strict=True)) if i != axis),
+            same
+            and all(
+                a == b for i, (a, b) in enumerate(zip(part.shape, parts[0].shape, strict=True)) if i != axis
+            ),
             f"{part} does not join {parts[0]} along axis {axis}",
         )
     total: Dim = 0
@@ -192,7 +219,12 @@ def _concat(call: OpCall) -> tuple[TensorType, ...]:
 define("reshape(x)", "same elements in row-major order, another shape", _reshape, attrs="shape")
 define("permute(x)", "axes in another order", _permute, attrs="order")
 define("expand(x)", "repeat axes of extent 1", _expand, attrs="shape")
-define("slice(x)", "elements start, start + step, ... below stop of one axis", _slice, attrs="axis, start, stop, step?")
+define(
+    "slice(x)",
+    "elements start, start + step, ... below stop of one axis",
+    _slice,
+    attrs="axis, start, stop, step?",
+)
 define("concat(*parts)", "join along one axis", _concat, attrs="axis")
 
 
@@ -208,7 +240,9 @@ def _iota(call: OpCall) -> tuple[TensorType, ...]:
 
 def _gather_rows(call: OpCall) -> tuple[TensorType, ...]:
     x, rows = call["x"], call["rows"]
-    call.require(rows.dtype in ("i32", "i64") and rows.rank == 1, f"rows must be whole numbers [R], but are {rows}")
+    call.require(
+        rows.dtype in ("i32", "i64") and rows.rank == 1, f"rows must be whole numbers [R], but are {rows}"
+    )
     return (x.with_shape(*rows.shape, *x.shape[1:]),)
 
 
@@ -233,9 +267,13 @@ define(
 
 define(
     "aten(*inputs)", "a torch operator kept as it is: 'target' is its name, 'args' a template of its arguments", None,
-    attrs="target, args, kwargs?", effects=True,
+    attrs="target, args, kwargs?",
 )  # fmt: skip
 define("call(*inputs)", "run a function of the module with parameters and states under a prefix", None,
        attrs="fn, params?, states?", effects=True)  # fmt: skip
-define("group(*inputs)", "a fused group of pointwise and row-reduction ops: the function 'fn', run as one kernel", None, attrs="fn")
-
+define(
+    "group(*inputs)",
+    "a fused group of pointwise and row-reduction ops: the function 'fn', run as one kernel",
+    None,
+    attrs="fn",
+)
