@@ -47,7 +47,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.compiled": SERVING,
     "compilerllm.loading": SERVING,
     "compilerllm.runtime": RUNTIME,
-    "compilerllm.text": (*FACTS, "compilerllm.text"),
+    "compilerllm.runtime.messages": FACTS,
+    "compilerllm.text": (*FACTS, "compilerllm.runtime.messages", "compilerllm.text"),
     "compilerllm.server": (*RUNTIME, "compilerllm.text", "compilerllm.server"),
     "compilerllm.compiler": (
         *SERVING,
@@ -269,6 +270,17 @@ def test_nothing_of_one_workplace_is_committed() -> None:
                 if re.search(pattern, line):
                     wrong.append(f"{path.relative_to(ROOT)}:{number}: {what}: {line.strip()[:100]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_environment_variables_are_read_in_one_place() -> None:
+    """Flags and dataclasses configure; what the environment may say stands in one file, so that it can be read."""
+    readers = {
+        str(path.relative_to(ROOT))
+        for path in sources().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and re.fullmatch(r"COMPILERLLM_[A-Z_]+", str(node.value))
+    }
+    assert len(readers) <= 1, f"several files read COMPILERLLM_ variables: {sorted(readers)}"
 
 
 # The checks themselves, on sources small enough to see.
