@@ -1,1 +1,1 @@
-"""Tokens and text: tokenizer, chat templates, incremental detokenizer, stop strings."""
+"""Text on either side of the engine: tokenizer, chat template, incremental detokenizer, stop strings."""

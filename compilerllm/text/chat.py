@@ -1,0 +1,54 @@
+"""Chat messages as clients send them, made into what templates read."""
+
+from typing import Any
+
+from compilerllm.errors import InvalidParameter
+from compilerllm.text.errors import ChatTemplateMissing
+from compilerllm.text.tokenizer import Tokenizer
+
+_ROLES = ("system", "developer", "user", "assistant")
+_FIELDS = frozenset({"role", "content", "name", "refusal", "reasoning", "reasoning_content"})
+
+
+def read_messages(messages: object) -> list[dict[str, Any]]:
+    """Check messages and flatten their text parts (joined by newlines). Raises ``InvalidParameter`` naming the place."""
+    if not isinstance(messages, list) or not messages:
+        raise InvalidParameter("messages must be a non-empty list of {role, content} objects", "messages")
+    return [_read_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+
+def _read_message(message: object, at: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidParameter(f"{at} must be an object with role and content, but is {message!r:.80}", at)
+    role = message.get("role")
+    if role not in _ROLES:
+        raise InvalidParameter(f"{at}.role must be one of {', '.join(_ROLES)}, but is {role!r:.80}", f"{at}.role")
+    for name, value in message.items():
+        if name not in _FIELDS and value not in (None, []):
+            raise InvalidParameter(f"{at}.{name} is not supported yet", f"{at}.{name}")
+    kept = {name: value for name, value in message.items() if name in _FIELDS and value is not None}
+    return {**kept, "content": _read_content(message.get("content"), f"{at}.content")}
+
+
+def _read_content(content: object, at: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidParameter(f"{at} must be a text or a list of text parts, but is {content!r:.80}", at)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidParameter(
+                f'{at}[{i}] must be {{"type": "text", "text": ...}}; other kinds of content are not supported yet',
+                f"{at}[{i}]",
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def render_chat(tokenizer: Tokenizer, model: str, messages: object, **options: Any) -> str:
+    """The prompt's text of a chat; ``options`` are those of ``ChatTemplate.render``."""
+    if tokenizer.chat_template is None:
+        raise ChatTemplateMissing(model)
+    return tokenizer.chat_template.render(read_messages(messages), **options)
