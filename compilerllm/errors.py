@@ -32,3 +32,11 @@ class EngineDead(CompilerLLMError):
 
 class QueueFull(CompilerLLMError):
     """More requests wait than ``--max-num-waiting`` allows."""
+
+
+class EngineStartFailed(CompilerLLMError):
+    """The engine process could not start; the message says why."""
+
+
+class KVCacheTooSmall(CompilerLLMError):
+    """The KV cache cannot hold one sequence of the context length asked for."""

@@ -70,15 +70,25 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     compile_events: int = 0
 
 
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loader tells of the model it loaded, for ``Ready`` and the startup card."""
+
+    model: str
+    target: str
+    card: dict[str, str] = {}  # label -> text, in print order; the engine adds the lines about KV blocks
+    compile_events: int = 0  # programs compiled by this process since it started; 0 when warm
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine is up. What the startup card and the faces need to know of the model."""
 
     model: str
     target: str
-    max_model_len: int
+    max_model_len: int  # tokens; what the model, the configuration and the KV blocks allow
     vocab_size: int
     blocks_total: int
     block_size: int
+    max_open_requests: int | None = None  # running and waiting ones it takes; None = no limit
     card: dict[str, str]  # label -> text, in print order: model, target, buckets, KV blocks, memory, compile
 
 

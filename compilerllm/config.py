@@ -1,0 +1,187 @@
+"""What an engine is told: frozen dataclasses, one a part. ``help`` in a field's metadata is its flag's help text.
+
+The flag of a field is its name with dashes (``--max-num-seqs``), and a keyword of ``LLM`` is the name itself;
+``EngineConfig.create`` takes them all flat. A value out of range raises ``InvalidParameter`` naming the flag.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from compilerllm.errors import InvalidParameter
+
+DTYPES = ("auto", "float32", "bfloat16")
+MEBIBYTE = 1 << 20
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+def flag_of(name: str) -> str:
+    """The command-line spelling of a field: ``max_num_seqs`` is ``--max-num-seqs``."""
+    return "--" + name.replace("_", "-")
+
+
+def _require(ok: bool, name: str, value: object, need: str) -> None:
+    if not ok:
+        raise InvalidParameter(f"{flag_of(name)} must be {need}, but is {value!r}.", name)
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    ok = (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and value >= low
+        and (high is None or value <= high)
+    )
+    _require(
+        ok,
+        name,
+        value,
+        f"a whole number of at least {low}" + (f" and at most {high}" if high is not None else ""),
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how it is compiled."""
+
+    model: str = field(metadata={"help": "Checkpoint: a directory, a hub id, or a .gguf file."})
+    dtype: Literal["auto", "float32", "bfloat16"] = _option(
+        "auto", "Type of weights and activations: auto, float32 or bfloat16; auto takes the checkpoint's."
+    )
+    max_model_len: int | None = _option(
+        None, "Longest context in tokens, prompt and output together; by default the model's own limit."
+    )
+    served_model_name: str | None = _option(None, "Name that the API shows; by default the model as given.")
+    optimization_level: int = _option(
+        2,
+        "0: reference operations; 1: fused, fast start; 2: and tuned buckets; 3: kernels chosen by measurement.",
+    )
+
+    def __post_init__(self) -> None:
+        _require(
+            isinstance(self.model, str) and self.model != "",
+            "model",
+            self.model,
+            "a path, hub id or .gguf file",
+        )
+        _require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        if self.max_model_len is not None:
+            _whole("max_model_len", self.max_model_len, 1)
+        if self.served_model_name is not None:
+            _require(
+                self.served_model_name != "", "served_model_name", self.served_model_name, "a non-empty name"
+            )
+        _whole("optimization_level", self.optimization_level, 0, 3)
+
+    @property
+    def display_name(self) -> str:
+        """The name by which the API knows the model."""
+        return self.served_model_name or self.model
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How much memory sequence states get, and whether prompts share them."""
+
+    block_size: int = _option(32, "Tokens a KV block holds.")
+    kv_cache_bytes: int | None = _option(
+        None, "Bytes for KV blocks; by default the share --memory-utilization of free memory, at most 4 GiB."
+    )
+    num_blocks: int | None = _option(None, "Number of KV blocks; overrides --kv-cache-bytes.")
+    memory_utilization: float = _option(
+        0.9,
+        "Share of the memory free after loading the weights that KV blocks may take, above 0 and at most 1.",
+    )
+    enable_prefix_caching: bool = _option(
+        True, "Share the KV blocks of equal prompt beginnings between requests."
+    )
+
+    def __post_init__(self) -> None:
+        _whole("block_size", self.block_size, 1)
+        if self.kv_cache_bytes is not None:
+            _whole("kv_cache_bytes", self.kv_cache_bytes, MEBIBYTE)
+        if self.num_blocks is not None:
+            _whole("num_blocks", self.num_blocks, 1)
+        share = self.memory_utilization
+        ok = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+        _require(ok, "memory_utilization", share, "a number above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How requests are batched into steps."""
+
+    max_num_seqs: int = _option(256, "Most sequences that run at once.")
+    max_num_batched_tokens: int = _option(
+        2048, "Most tokens in one step; longer prompts are computed in chunks."
+    )
+    max_prefill_chunk: int | None = _option(
+        None,
+        "Most prompt tokens of one sequence in one step; by default what the step has left. Lower: steadier output.",
+    )
+    max_num_waiting: int | None = _option(
+        None,
+        "Most requests that wait beyond the running ones before new ones are refused; by default no limit.",
+    )
+    policy: Literal["fcfs"] = _option("fcfs", "Order of requests: fcfs, first come, first served.")
+    async_scheduling: bool = _option(True, "Schedule the next step while the present one runs.")
+
+    def __post_init__(self) -> None:
+        _whole("max_num_seqs", self.max_num_seqs, 1)
+        _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_prefill_chunk is not None:
+            _whole("max_prefill_chunk", self.max_prefill_chunk, 1)
+        if self.max_num_waiting is not None:
+            _whole("max_num_waiting", self.max_num_waiting, 0)
+        _require(self.policy == "fcfs", "policy", self.policy, "fcfs")
+
+    @property
+    def max_open_requests(self) -> int | None:
+        """Running and waiting requests an engine takes; None = no limit."""
+        return None if self.max_num_waiting is None else self.max_num_seqs + self.max_num_waiting
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine process is told."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @staticmethod
+    def create(**options: Any) -> "EngineConfig":
+        """Build from flat names, as flags and ``LLM`` give them: ``create(model=..., max_num_seqs=8)``.
+
+        Raises ``InvalidParameter`` for an unknown name, and for a value out of range.
+        """
+        given = dict(options)
+        parts = {part: _take(cls, given) for part, cls in CONFIG_PARTS.items()}
+        if given:
+            name = next(iter(given))
+            known = ", ".join(f.name for cls in CONFIG_PARTS.values() for f in dataclasses.fields(cls))
+            raise InvalidParameter(f"There is no option {name!r}. Options are: {known}.", name)
+        if "model" not in parts["model"]:
+            raise InvalidParameter("--model is missing: give a directory, a hub id or a .gguf file.", "model")
+        return EngineConfig(
+            ModelConfig(**parts["model"]),
+            CacheConfig(**parts["cache"]),
+            SchedulerConfig(**parts["scheduler"]),
+        )
+
+
+CONFIG_PARTS: dict[str, type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+}
+
+
+def _take(
+    cls: type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig], given: dict[str, Any]
+) -> dict[str, Any]:
+    """Move the options that ``cls`` has out of ``given``."""
+    return {f.name: given.pop(f.name) for f in dataclasses.fields(cls) if f.name in given}

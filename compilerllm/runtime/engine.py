@@ -1,0 +1,248 @@
+"""The engine: one overlapped loop over scheduler, pool, runner and executable, in the caller's process.
+
+receive    take in submitted and aborted requests
+schedule   step n+1, while step n runs on the worker thread
+collect    wait for step n
+launch     step n+1
+commit     step n: stops, rollbacks, deltas; step n+1 runs meanwhile
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Items
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from compilerllm.config import CacheConfig, SchedulerConfig
+from compilerllm.errors import KVCacheTooSmall
+from compilerllm.ir.step import Bucket, Executable, Sampled
+from compilerllm.runtime.admission import Limits
+from compilerllm.runtime.block_pool import BlockPool
+from compilerllm.runtime.memory import count_blocks
+from compilerllm.runtime.messages import Batch, Delta, ModelFacts, Ready, Request, Stats
+from compilerllm.runtime.runner import Launch, Runner
+from compilerllm.runtime.scheduler import Scheduler
+from compilerllm.runtime.sequence import Sequence
+from compilerllm.runtime.speculation import Drafter
+
+log = logging.getLogger(__name__)
+
+
+class InProcessEngine:
+    """An engine driven by its caller: ``submit``, then ``step`` while ``has_unfinished``.
+
+    ``submit`` and ``abort`` may be called from any thread; ``step`` from one at a time. With ``async_scheduling`` a
+    step's deltas come with the call after the one that started it, so the first call after idling returns none.
+    """
+
+    def __init__(
+        self,
+        model: Executable,
+        scheduler: SchedulerConfig | None = None,
+        cache: CacheConfig | None = None,
+        *,
+        max_model_len: int | None = None,
+        facts: ModelFacts | None = None,
+        drafter: Drafter | None = None,
+        max_drafts: int = 0,
+    ) -> None:
+        """``max_model_len`` is the user's wish; without one, the KV blocks may shorten the model's own limit.
+
+        Raises ``KVCacheTooSmall`` if the wish, or a single block, does not fit.
+        """
+        scheduler, cache = scheduler or SchedulerConfig(), cache or CacheConfig()
+        widest = widest_bucket(model.buckets)
+        max_num_seqs = (
+            scheduler.max_num_seqs if widest is None else min(scheduler.max_num_seqs, widest.sequences)
+        )
+        longest = min(model.max_model_len, max_model_len or model.max_model_len)
+        num_blocks = count_blocks(cache, model.groups, max_model_len=longest, max_num_seqs=max_num_seqs)
+        # Two steps may be under way: one runs, one is scheduled.
+        chunk = min(scheduler.max_prefill_chunk or longest, scheduler.max_num_batched_tokens)
+        chunk = chunk if widest is None else min(chunk, widest.max_query)
+        pool = BlockPool(
+            model.groups,
+            num_blocks,
+            max_num_seqs,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            max_ahead=2 * chunk,
+        )
+        longest = _fit(longest, pool, must_hold=max_model_len is not None)
+        if any(group.rollback == "none" for group in model.groups):
+            drafter = None  # what a rejected draft wrote could not be undone
+        self._facts = facts or ModelFacts(model="model", target="cpu")
+        self.scheduler = Scheduler(
+            scheduler, pool, max_model_len=longest, widest=widest, drafter=drafter, max_drafts=max_drafts
+        )
+        self.ready = self._describe(model, pool, longest, max_num_seqs, scheduler)
+        self.limits = Limits.of(self.ready)
+        self._runner = Runner(model, num_blocks, max_num_seqs, longest)
+        self._overlap = scheduler.async_scheduling and drafter is None  # a draft's fate decides the next step
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="step") if self._overlap else None
+        self._running: tuple[Launch, Future[Sampled | None]] | None = None
+        self._inbox: deque[Request | str] = deque()  # requests, and ids to abort
+        self._open: set[str] = set()
+
+    def _describe(
+        self, model: Executable, pool: BlockPool, longest: int, max_num_seqs: int, scheduler: SchedulerConfig
+    ) -> Ready:
+        paged = [g for g in model.groups if g.addressing == "paged"]
+        size = max((g.block_size for g in paged), default=0)
+        mebibytes = pool.num_blocks * sum(g.bytes_per_block for g in paged) / 2**20
+        blocks = f"{pool.num_blocks} of {size} tokens, {mebibytes:.0f} MiB; {max_num_seqs} sequences of up to {longest}"
+        return Ready(
+            model=self._facts.model,
+            target=self._facts.target,
+            max_model_len=longest,
+            vocab_size=model.vocab_size,
+            blocks_total=pool.num_blocks,
+            block_size=size,
+            max_open_requests=scheduler.max_open_requests,
+            card={**self._facts.card, "KV blocks": blocks},
+        )
+
+    # -- the face's side ------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises ``InvalidParameter`` or ``QueueFull``."""
+        if request.request_id in self._open:
+            raise ValueError(f"request id {request.request_id!r} is open already")
+        self.limits.check(request, len(self._open))
+        self._open.add(request.request_id)
+        self._inbox.append(request)
+
+    def abort(self, request_ids: Items[str]) -> None:
+        """End requests with "abort" at the next step. Unknown ids are ignored."""
+        self._inbox.extend(request_ids)
+
+    def has_unfinished(self) -> bool:
+        """Whether ``step`` has anything to do, be it only to take in what a running step leaves behind."""
+        return bool(self._inbox) or self._running is not None or self.scheduler.has_unfinished()
+
+    async def stream(self) -> AsyncIterator[Batch | Stats]:
+        """Step in a thread for ever and yield what is to be told; sleeps while there is nothing to do."""
+        while True:
+            if not self.has_unfinished():
+                await asyncio.sleep(0.002)
+            elif (batch := await asyncio.to_thread(self.step)).deltas:
+                yield batch
+
+    def close(self) -> None:
+        """Wait for the running step and stop the worker thread."""
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def step(self) -> Batch:
+        """One turn of the loop. Returns what the step that ended in it has to tell."""
+        self._receive()
+        step = self.scheduler.schedule()
+        ahead = None if step is None else self._runner.prepare(step)
+        ended = self._collect()
+        if ended is not None and isinstance(ended[1], Exception) and ahead is not None:
+            self.scheduler.cancel(ahead.step)  # it may continue from tokens that never came
+            ahead = None
+        if ahead is not None:
+            self._launch(ahead)
+            if not self._overlap:
+                ended = self._collect()
+        elif ended is None and self.scheduler.num_open:
+            raise RuntimeError(f"no request can advance: {self.scheduler.stats()}")
+        touched = self._commit(*ended) if ended is not None else []
+        return self._report(touched + self.scheduler.take_unreported())
+
+    def _receive(self) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, Request):
+                self.scheduler.add(item)
+            else:
+                self.scheduler.abort(item)
+
+    def _launch(self, launch: Launch) -> None:
+        if self._worker is not None:
+            future = self._worker.submit(self._runner.execute, launch)
+        else:
+            future = Future()
+            try:
+                future.set_result(self._runner.execute(launch))
+            except Exception as error:  # noqa: BLE001 - whatever it is, _commit tells the requests
+                future.set_exception(error)
+        self._running = launch, future
+
+    def _collect(self) -> tuple[Launch, Sampled | Exception | None] | None:
+        """Wait for the running step. Returns it with its samples, or with what it raised; None if none ran."""
+        if self._running is None:
+            return None
+        launch, future = self._running
+        error = future.exception()
+        self._running = None
+        if error is None:
+            return launch, future.result()
+        if not isinstance(error, Exception):  # the interpreter is going down
+            raise error
+        return launch, error
+
+    def _commit(self, launch: Launch, outcome: Sampled | Exception | None) -> list[Sequence]:
+        if isinstance(outcome, Exception):
+            log.error("A step of %d sequences failed.", len(launch.step.chunks), exc_info=outcome)
+            touched = self.scheduler.fail(launch.step)
+            for seq in touched:
+                if seq.finish_reason == "error":
+                    seq.error = (
+                        f"The model failed in a step of this request: {type(outcome).__name__}: {outcome}"
+                    )
+            return touched
+        return self.scheduler.commit(launch.step, *self._runner.results(launch.step, outcome))
+
+    def _report(self, touched: list[Sequence]) -> Batch:
+        deltas = []
+        for seq in touched:
+            deltas.append(_delta(seq))
+            if seq.finish_reason is not None:
+                self._open.discard(seq.request_id)
+        return Batch(deltas=deltas, stats=self.stats())
+
+    def stats(self) -> Stats:
+        """The present load and counters since the start."""
+        return self.scheduler.stats(self._facts.compile_events)
+
+
+def widest_bucket(buckets: tuple[Bucket, ...]) -> Bucket | None:
+    """The bucket that bounds every step: the one with most tokens, then most sequences. None = no bounds."""
+    return max(buckets, key=lambda b: (b.tokens, b.sequences, b.rows, b.max_query), default=None)
+
+
+def _fit(longest: int, pool: BlockPool, *, must_hold: bool) -> int:
+    """The context length that the pool can hold. Raises ``KVCacheTooSmall`` if the user asked for more."""
+    room = pool.max_tokens
+    if room is None or room >= longest:
+        return longest
+    if must_hold:
+        raise KVCacheTooSmall(
+            f"The KV cache has {pool.num_blocks} blocks, room for one sequence of {room} tokens, but --max-model-len "
+            f"asks for {longest}. Raise --kv-cache-bytes (or --num-blocks), or lower --max-model-len."
+        )
+    return room
+
+
+def _delta(seq: Sequence) -> Delta:
+    """What is new of ``seq``, with the figures of its start the first time."""
+    tokens, seq.new_tokens = seq.new_tokens, []
+    logprobs, seq.new_logprobs = seq.new_logprobs, []
+    start = seq.first_scheduled
+    told, seq.reported = seq.reported, True
+    return Delta(
+        request_id=seq.request_id,
+        token_ids=tokens,
+        logprobs=logprobs if seq.params.logprobs is not None else None,
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        error=seq.error,
+        num_cached_tokens=0 if told else seq.cached_tokens,
+        num_preemptions=seq.num_preemptions,
+        queue_seconds=0.0 if told or start is None else max(0.0, start - seq.request.arrival_time),
+        prefill_seconds=0.0 if told or start is None or seq.first_token is None else seq.first_token - start,
+    )

@@ -1,0 +1,47 @@
+"""How many KV blocks there can be."""
+
+from pathlib import Path
+
+from compilerllm.config import CacheConfig
+from compilerllm.errors import KVCacheTooSmall
+from compilerllm.ir.step import StateGroup
+
+DEFAULT_KV_BYTES = 4 << 30  # host memory has other users; whoever wants more says so
+
+
+def count_blocks(
+    cache: CacheConfig, groups: tuple[StateGroup, ...], *, max_model_len: int, max_num_seqs: int
+) -> int:
+    """Blocks of each paged group, within the configured bytes and no more than all sequences could ever use.
+
+    Raises ``KVCacheTooSmall`` if not even one block fits.
+    """
+    paged = [g for g in groups if g.addressing == "paged"]
+    if not paged:
+        return 0
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    budget, flag = cache.kv_cache_bytes, "--kv-cache-bytes"
+    if budget is None:
+        budget = min(int(available_memory() * cache.memory_utilization), DEFAULT_KV_BYTES)
+        flag = "--memory-utilization, or set --kv-cache-bytes"
+    slots = sum(g.bytes_per_block for g in groups if g.addressing == "slot") * max_num_seqs
+    blocks = (budget - slots) // sum(g.bytes_per_block for g in paged)
+    if blocks < 1:
+        raise KVCacheTooSmall(
+            f"{budget / 2**20:.0f} MiB for sequence states hold no KV block beside {slots / 2**20:.0f} MiB of slots "
+            f"for {max_num_seqs} sequences. Free memory, raise {flag}, or lower --max-num-seqs."
+        )
+    return min(blocks, max_num_seqs * -(-max_model_len // min(g.block_size for g in paged)))
+
+
+def available_memory() -> int:
+    """Bytes a process may still take: what the kernel calls available, within the control group's limit."""
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
+    )
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return max(0, free)

@@ -1,0 +1,192 @@
+"""From a step of sequences to the arrays a program takes and back, and the device tables by slot."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from compilerllm.ir.step import Executable, Int32, Sampled, SampleRows, StepInputs
+from compilerllm.runtime.messages import TokenLogprobs
+from compilerllm.runtime.sequence import Sequence
+from compilerllm.runtime.step import Chunk, Step
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A step made ready: everything ``execute`` needs, so that sequences may change while it runs."""
+
+    step: Step
+    inputs: StepInputs
+    rows: SampleRows | None  # None: no row is sampled
+
+
+class Runner:
+    """Feeds one executable. ``prepare`` and ``results`` run on the host's thread, ``execute`` on the worker's."""
+
+    def __init__(self, model: Executable, num_blocks: int, max_num_seqs: int, max_model_len: int) -> None:
+        self._model = model
+        self._tables = model.allocate(num_blocks, max_num_seqs)
+        self._max_num_seqs = max_num_seqs
+        sizes = [g.block_size for g in model.groups if g.addressing == "paged"]
+        width = max((-(-max_model_len // size) for size in sizes), default=0)
+        self._block_tables: Int32 = np.full((len(sizes), max_num_seqs, width), -1, np.int32)
+
+    # -- before ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, step: Step) -> Launch:
+        """Arrays of ``step``, which the scheduler has just made. Fills the table rows of newly admitted sequences.
+
+        Safe while an earlier step runs: a slot is given out only when no running step holds it.
+        """
+        for seq in step.admitted:
+            self._fill_row(seq)
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts = [0]
+        sample_rows: list[int] = []
+        for chunk in step.chunks:
+            seq, start, end = chunk.seq, chunk.start, chunk.end
+            if end - start == 1:
+                known = seq.tokens
+                tokens.append(known[start] if start < len(known) else -1 - seq.slot)
+                positions.append(start)
+            else:
+                tokens += seq.tokens[start:end]
+                if chunk.drafts:
+                    tokens += chunk.drafts
+                elif len(tokens) - starts[-1] < end - start:
+                    tokens.append(-1 - seq.slot)
+                positions += range(start, end)
+            starts.append(len(tokens))
+            if chunk.samples == 1:
+                sample_rows.append(len(tokens) - 1)
+            else:
+                sample_rows += range(len(tokens) - chunk.samples, len(tokens))
+            if seq.resync:
+                self._tables.draws[seq.slot] = seq.num_outputs
+                seq.resync = False
+        slots = np.array([chunk.seq.slot for chunk in step.chunks], np.int32)
+        inputs = StepInputs(
+            token_ids=np.array(tokens, np.int32),
+            positions=np.array(positions, np.int32),
+            query_start=np.array(starts, np.int32),
+            seq_lens=np.array([chunk.end for chunk in step.chunks], np.int32),
+            block_tables=self._gather_tables(step.chunks, slots),
+            slots=slots,
+            sample_rows=np.array(sample_rows, np.int32),
+            adapter_id=_adapters(step.chunks, starts),
+        )
+        return Launch(step, inputs, self._sample_rows(step.chunks) if sample_rows else None)
+
+    def _gather_tables(self, chunks: list[Chunk], slots: Int32) -> Int32:
+        """Block tables of the step's sequences [G, S, blocks], as wide as the longest of them."""
+        width = 0
+        for chunk in chunks:
+            seq = chunk.seq
+            for group, table in enumerate(seq.tables):
+                if len(table) > width:
+                    width = len(table)
+                if seq.tables_changed:
+                    row = self._block_tables[group, seq.slot]
+                    row[: len(table)] = table
+                    row[len(table) :] = -1
+            seq.tables_changed = False
+        gathered: Int32 = np.ascontiguousarray(self._block_tables[:, slots, :width])
+        return gathered
+
+    def _fill_row(self, seq: Sequence) -> None:
+        """Sampling parameters of a sequence that got its slot. One that comes back continues its random draws."""
+        tables, slot, params = self._tables, seq.slot, seq.params
+        tables.temperature[slot] = params.temperature
+        tables.top_k[slot] = max(0, params.top_k)
+        tables.top_p[slot] = params.top_p
+        tables.min_p[slot] = params.min_p
+        tables.repetition_penalty[slot] = params.repetition_penalty
+        tables.presence_penalty[slot] = params.presence_penalty
+        tables.frequency_penalty[slot] = params.frequency_penalty
+        tables.seed[slot] = seq.seed
+        tables.draws[slot] = seq.num_outputs
+        if params.penalised:
+            if tables.prompt_counts is None:
+                shape = (self._max_num_seqs, self._model.vocab_size)
+                tables.prompt_counts, tables.output_counts = (
+                    np.zeros(shape, np.uint16),
+                    np.zeros(shape, np.uint16),
+                )
+            _count(tables.prompt_counts[slot], seq.tokens[: seq.num_prompt])
+            _count(tables.output_counts[slot], seq.tokens[seq.num_prompt :])
+
+    def _sample_rows(self, chunks: list[Chunk]) -> SampleRows:
+        slots: list[int] = []
+        start, tokens, values = [0], list[int](), list[float]()
+        num_logprobs, penalties, random = 0, False, False
+        for chunk in chunks:
+            if not chunk.samples:
+                continue
+            seq, params = chunk.seq, chunk.seq.params
+            for row in range(chunk.samples):
+                slots.append(seq.slot)
+                if seq.bias:
+                    tokens += [token for token, _ in seq.bias]
+                    values += [value for _, value in seq.bias]
+                if seq.bans and chunk.end - chunk.samples + row + 1 - seq.num_prompt < params.min_tokens:
+                    tokens += seq.bans
+                    values += [-np.inf] * len(seq.bans)
+                start.append(len(tokens))
+            if params.logprobs is not None:
+                num_logprobs = max(num_logprobs, params.logprobs, 1)
+            penalties = penalties or params.penalised
+            random = random or params.temperature > 0.0
+        return SampleRows(
+            slots=np.array(slots, np.int32),
+            bias_start=np.array(start, np.int32),
+            bias_token=np.array(tokens, np.int32),
+            bias_value=np.array(values, np.float32),
+            num_logprobs=num_logprobs,
+            penalties=penalties,
+            random=random,
+        )
+
+    # -- during ---------------------------------------------------------------------------------------------------
+
+    def execute(self, launch: Launch) -> Sampled | None:
+        """Run forward, then sampling. Raises whatever the executable raises."""
+        self._model.forward(launch.inputs)
+        return None if launch.rows is None else self._model.sample(launch.rows)
+
+    # -- after ----------------------------------------------------------------------------------------------------
+
+    def results(
+        self, step: Step, sampled: Sampled | None
+    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+        """Token ids and log-probabilities row for row, as the scheduler's ``commit`` takes them."""
+        if sampled is None:
+            return [], None
+        token_ids: list[int] = sampled.token_ids.tolist()
+        if not len(sampled.logprob):
+            return token_ids, None
+        chosen, ranks = sampled.logprob.tolist(), sampled.rank.tolist()
+        top_ids, top = sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
+        entries: list[TokenLogprobs | None] = []
+        for chunk in step.chunks:
+            wanted = chunk.seq.params.logprobs
+            rows = range(len(entries), len(entries) + chunk.samples)
+            entries += (
+                [None] * chunk.samples
+                if wanted is None
+                else [TokenLogprobs(chosen[r], ranks[r], top_ids[r][:wanted], top[r][:wanted]) for r in rows]
+            )
+        return token_ids, entries
+
+
+def _adapters(chunks: list[Chunk], starts: list[int]) -> Int32:
+    """The adapter of each token [T]."""
+    adapters: Int32 = np.zeros(starts[-1], np.int32)
+    for chunk, start in zip(chunks, starts, strict=False):
+        if chunk.seq.request.adapter_id:
+            adapters[start : start + chunk.end - chunk.start] = chunk.seq.request.adapter_id
+    return adapters
+
+
+def _count(row: "np.typing.NDArray[np.uint16]", tokens: list[int]) -> None:
+    """Occurrences of each token id in ``row`` [V], saturated at the type's end."""
+    row[:] = np.minimum(np.bincount(tokens, minlength=len(row)), 65535) if tokens else 0
