@@ -6,10 +6,11 @@ Text becomes an expression through ``ast``, never through ``sympify`` (which eva
 
 import ast
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import sympy
 
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 
 
 class FloorDiv(sympy.Function):  # type: ignore[misc]

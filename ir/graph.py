@@ -6,7 +6,9 @@ new graph, sharing what did not change. Insertion order is execution order, so s
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
+from typing import TypeAlias
 
 from compilerllm.ir.dims import Dim, dim
 from compilerllm.ir.errors import InvalidGraph
@@ -24,7 +26,7 @@ class FuncRef:
         return f"@{self.name}"
 
 
-Attr = bool | int | float | str | Dim | FuncRef | tuple["Attr", ...]
+Attr: TypeAlias = bool | int | float | str | Dim | FuncRef | tuple["Attr", ...]
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Node:
         while inputs and inputs[-1] is None:
             inputs = inputs[:-1]
         object.__setattr__(self, "inputs", inputs)
-        clean = {k: dim(v) if hasattr(v, "free_symbols") else v for k, v in self.attrs.items()}  # type: ignore[arg-type]
+        clean = {k: dim(v) if hasattr(v, "free_symbols") else v for k, v in self.attrs.items()}
         object.__setattr__(self, "attrs", MappingProxyType(clean))
 
     @property
@@ -281,9 +283,8 @@ class Module:
                 name = join_name(prefix, param.name)
                 if name not in seen:
                     seen.add(name)
-                    yield ParamInstance(
-                        name, param.value.tensor, rename(param.recipe, lambda n, p=prefix: join_name(p, n))
-                    )  # type: ignore[misc]
+                    recipe = rename(param.recipe, partial(join_name, prefix))
+                    yield ParamInstance(name, param.value.tensor, recipe)
 
     def state_instances(self) -> Iterator[tuple[str, StateType]]:
         """Every state once, as (global name, type): ``kv.7`` for layer 7's ``kv``."""

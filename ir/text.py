@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from compilerllm.ir.dims import parse_dim, print_dim
+from compilerllm.ir.dims import Dim, parse_dim, print_dim
 from compilerllm.ir.errors import IRError, RecipeError, TextError
 from compilerllm.ir.graph import NOWHERE, Attr, DimDecl, FuncRef, Graph, Module, Node, Origin, Param, Value
 from compilerllm.ir.op import lookup
@@ -271,7 +271,7 @@ class _Parser:
             if name in STATE_KINDS:
                 return self.state_type(name)
             self.expect("[", f" after dtype {name!r}")
-            shape = []
+            shape: list[Dim] = []
             while not self.accept("]"):
                 if shape:
                     self.expect(",")
@@ -291,7 +291,7 @@ class _Parser:
             fields.append((key, self.integer()))
         return StateType(kind, dtype, tuple(fields))
 
-    def dimension(self) -> "Attr":
+    def dimension(self) -> Dim:
         """A dimension: the text up to a comma or bracket at depth 0."""
         self.space()
         start, depth = self.at, 0

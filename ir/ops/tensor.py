@@ -157,7 +157,7 @@ def shape_attr(call: OpCall, name: str = "shape") -> tuple[Dim, ...]:
         call.require(
             not isinstance(item, bool | float | str | tuple), f"{name} must hold dimensions, but has {item!r}"
         )
-        result.append(dim(item))  # type: ignore[arg-type]
+        result.append(dim(item))
     return tuple(result)
 
 
@@ -185,7 +185,7 @@ def _slice(call: OpCall) -> tuple[TensorType, ...]:
     start, stop, step = call.attrs.get("start"), call.attrs.get("stop"), call.integer("step", 1)
     call.require(step >= 1, f"step {step} must be at least 1")
     extent = x.shape[axis]
-    length = dim(stop - start)  # type: ignore[operator, arg-type]
+    length = dim(stop - start)  # type: ignore[operator]
     if isinstance(start, int) and isinstance(stop, int):
         call.require(0 <= start <= stop, f"[{start}, {stop}) is not a range")
         call.require(
@@ -234,8 +234,8 @@ def _full(call: OpCall) -> tuple[TensorType, ...]:
 
 def _iota(call: OpCall) -> tuple[TensorType, ...]:
     size = call.attrs["size"]
-    call.require(isinstance(size, int) or bool(free_dims(size)), "size must be a dimension")  # type: ignore[arg-type]
-    return (TensorType(call.text("dtype", "i64"), (size,)),)  # type: ignore[arg-type]
+    call.require(isinstance(size, int) or bool(free_dims(size)), "size must be a dimension")
+    return (TensorType(call.text("dtype", "i64"), (size,)),)
 
 
 def _gather_rows(call: OpCall) -> tuple[TensorType, ...]:

@@ -1,0 +1,97 @@
+"""References of fused forms: each is written as the ops it replaces, so that its roundings are theirs."""
+
+from torch import Tensor
+
+from compilerllm.kernels.reference.model_ops import (
+    activate,
+    gate_times_up,
+    layer_norm,
+    linear,
+    rms_norm,
+    rope,
+)
+from compilerllm.kernels.reference.registry import reference
+from compilerllm.kernels.reference.serving_ops import kv_write
+from compilerllm.kernels.reference.states import State, Step
+
+
+@reference("add_rms_norm")
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    round_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps=eps, offset=offset, round_first=round_first), total
+
+
+@reference("add_layer_norm")
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+    round_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return layer_norm(total, weight, bias, eps=eps, round_first=round_first), total
+
+
+@reference("gated_act_packed")
+def gated_act_packed(x: Tensor, *, act: str) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return gate_times_up(gate, up, act)
+
+
+@reference("linear_gated")
+def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, act: str) -> Tensor:
+    return gated_act_packed(linear(x, weight, bias), act=act)
+
+
+@reference("linear_act")
+def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, act: str) -> Tensor:
+    return activate(linear(x, weight, bias), act)
+
+
+@reference("linear_add")
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear(x, weight, bias) + residual
+
+
+@reference("qkv_rope_write")
+def qkv_rope_write(
+    state: State,
+    qkv: Tensor,
+    step: Step,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    *,
+    heads: int,
+    style: str = "half",
+    half_width: bool = False,
+    f32: bool = False,
+    eps: float = 0.0,
+    offset: float = 0.0,
+    round_first: bool = False,
+) -> Tensor:
+    """qkv [T, (heads + 2 * key heads) * D] gives q [T, heads, D]; k and v go to the state."""
+    kv_heads, dim = state.type["heads"], state.type["dim"]
+    rows = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, dim)
+    q, k, v = rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps=eps, offset=offset, round_first=round_first)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps=eps, offset=offset, round_first=round_first)
+    if cos is not None and sin is not None:
+        q = rope(q, cos, sin, style=style, head_axis=-2, half_width=half_width, f32=f32)
+        k = rope(k, cos, sin, style=style, head_axis=-2, half_width=half_width, f32=f32)
+    kv_write(state, k, v, step)
+    return q.contiguous()

@@ -1,0 +1,158 @@
+"""Sampling in numpy: the meaning of ``SampleRows``, which the compiled sampler must agree with token for token.
+
+Logits are f32, steps 1 to 3 too; sums are f64. A row goes through, in this order:
+
+1. penalties: where a token was seen in prompt or output, positive logits are divided by ``repetition_penalty`` and
+   negative ones multiplied; then ``frequency_penalty`` times its count in the output is taken off, then
+   ``presence_penalty`` if the output has it;
+2. bias is added;
+3. temperature up to 1e-5: the first largest logit is chosen. Otherwise logits are divided by it;
+4. in the order (logit descending, id ascending) the first ``top_k`` stay; of these, while the probability mass before
+   a token is below ``top_p``, it stays; of these, those at least ``min_p`` as probable as the most probable one;
+5. one uniform number of Philox(seed, draws), times the mass that stayed, is looked up in the running sum by token id
+   (no sort is needed when nothing is cut).
+
+Several rows of one slot are sampled one after the other, each seeing what the former drew.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from compilerllm.ir.step import Sampled, SampleRows, SamplingTables
+from compilerllm.kernels.reference.philox import uniform
+
+GREEDY_BELOW = 1e-5  # a temperature up to this one means greedy
+_COUNT_LIMIT = np.iinfo(np.uint16).max
+
+Floats = npt.NDArray[np.float32]
+Wide = npt.NDArray[np.float64]
+
+
+def empty_tables(slots: int) -> SamplingTables:
+    """Tables of ``slots`` greedy requests without penalties."""
+
+    def floats(value: float) -> Floats:
+        return np.full(slots, value, np.float32)
+
+    def whole() -> npt.NDArray[np.int32]:
+        return np.zeros(slots, np.int32)
+
+    return SamplingTables(
+        temperature=floats(0), top_k=whole(), top_p=floats(1), min_p=floats(0), repetition_penalty=floats(1),
+        presence_penalty=floats(0), frequency_penalty=floats(0), seed=np.zeros(slots, np.uint64),
+        draws=np.zeros(slots, np.int64), last_token=whole(), prompt_counts=None, output_counts=None,
+    )  # fmt: skip
+
+
+def sample(logits: Floats, rows: SampleRows, tables: SamplingTables) -> Sampled:
+    """Choose a token for each row of logits [R, V]; writes ``last_token``, ``draws`` and ``output_counts``.
+
+    A row whose slot is -1 gets its most likely token and touches no table.
+    """
+    number, width = len(rows.slots), rows.num_logprobs
+    tokens = np.empty(number, np.int32)
+    scored = number if width else 0
+    logprob, rank = np.empty(scored, np.float32), np.empty(scored, np.int32)
+    top_ids, top_logprobs = np.empty((number, width), np.int32), np.empty((number, width), np.float32)
+    for r in range(number):
+        raw = np.where(np.isnan(logits[r]), np.float32(-np.inf), logits[r]).astype(np.float32)
+        tokens[r] = token = _choose(raw, r, rows, tables)
+        if width:
+            scores = log_softmax(raw)
+            logprob[r], rank[r] = scores[token], 1 + np.count_nonzero(raw > raw[token])
+            top_ids[r] = best(raw, width)
+            top_logprobs[r] = scores[top_ids[r]]
+        _record(int(rows.slots[r]), int(token), tables)
+    return Sampled(tokens, logprob, rank, top_ids, top_logprobs)
+
+
+def _choose(raw: Floats, r: int, rows: SampleRows, tables: SamplingTables) -> int:
+    slot = int(rows.slots[r])
+    logits = penalised(raw, slot, tables) if rows.penalties and slot >= 0 else raw.copy()
+    entries = slice(int(rows.bias_start[r]), int(rows.bias_start[r + 1]))
+    np.add.at(logits, rows.bias_token[entries], rows.bias_value[entries])
+    if slot < 0 or tables.temperature[slot] <= GREEDY_BELOW:
+        return int(logits.argmax())
+    weights = cut_weights(
+        logits, float(tables.temperature[slot]), int(tables.top_k[slot]), float(tables.top_p[slot]),
+        float(tables.min_p[slot]),
+    )  # fmt: skip
+    return pick(weights, uniform(int(tables.seed[slot]), int(tables.draws[slot])))
+
+
+def penalised(logits: Floats, slot: int, tables: SamplingTables) -> Floats:
+    """Logits after repetition, frequency and presence penalties; a copy."""
+    result = logits.copy()
+    if tables.output_counts is None:
+        return result
+    output = tables.output_counts[slot]
+    seen = output > 0
+    if tables.prompt_counts is not None:
+        seen = seen | (tables.prompt_counts[slot] > 0)
+    factor = tables.repetition_penalty[slot]
+    result[seen] = np.where(result[seen] > 0, result[seen] / factor, result[seen] * factor)
+    result -= tables.frequency_penalty[slot] * output.astype(np.float32)
+    result -= tables.presence_penalty[slot] * (output > 0).astype(np.float32)
+    return result
+
+
+def best(logits: Floats, count: int) -> npt.NDArray[np.int64]:
+    """The ``count`` largest, in the order (logit descending, id ascending)."""
+    return np.argsort(-logits, kind="stable")[:count]
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Unnormalised probabilities [V] (1 for the most likely), and which tokens stay."""
+
+    weight: Wide
+    stays: npt.NDArray[np.bool_]
+
+
+def cut_weights(logits: Floats, temperature: float, top_k: int, top_p: float, min_p: float) -> Weights:
+    """Steps 3 and 4 for one row [V]; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 cut nothing."""
+    scaled = logits / np.float32(temperature)
+    peak = scaled.max()
+    if peak == -np.inf:  # everything is banned: the first token, as greedy would choose
+        return Weights(np.ones(len(logits)), np.arange(len(logits)) == 0)
+    weight = np.exp(scaled - peak).astype(np.float64)
+    stays = np.ones(len(logits), np.bool_)
+    if top_k > 0 or top_p < 1:
+        order = np.argsort(-scaled, kind="stable")
+        if 0 < top_k < len(order):
+            stays[order[top_k:]] = False
+            order = order[:top_k]
+        if top_p < 1:
+            running = np.cumsum(weight[order])
+            out = running - weight[order] >= float(np.float32(top_p)) * running[-1]
+            out[0] = False
+            stays[order[out]] = False
+    if min_p > 0:
+        stays &= weight >= float(np.float32(min_p))
+    return Weights(weight, stays)
+
+
+def pick(weights: Weights, number: float) -> int:
+    """The token whose share of the running sum, by id, holds ``number`` in [0, 1)."""
+    running = np.cumsum(np.where(weights.stays, weights.weight, 0.0))
+    found = int(np.searchsorted(running, number * running[-1], side="right"))
+    return found if found < len(running) else int(np.flatnonzero(weights.stays)[-1])
+
+
+def log_softmax(logits: Floats) -> Wide:
+    """Natural log-probabilities [V]."""
+    wide = logits.astype(np.float64)
+    peak = wide.max()
+    result: Wide = wide - (peak + np.log(np.exp(wide - peak).sum()))
+    return result
+
+
+def _record(slot: int, token: int, tables: SamplingTables) -> None:
+    if slot < 0:
+        return
+    tables.last_token[slot] = token
+    tables.draws[slot] += 1
+    if tables.output_counts is not None and tables.output_counts[slot, token] < _COUNT_LIMIT:
+        tables.output_counts[slot, token] += 1
