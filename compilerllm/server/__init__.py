@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server."""
+"""The OpenAI-compatible server: routes, request and response shapes, streaming, metrics."""

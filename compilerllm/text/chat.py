@@ -22,7 +22,9 @@ def _read_message(message: object, at: str) -> dict[str, Any]:
         raise InvalidParameter(f"{at} must be an object with role and content, but is {message!r:.80}", at)
     role = message.get("role")
     if role not in _ROLES:
-        raise InvalidParameter(f"{at}.role must be one of {', '.join(_ROLES)}, but is {role!r:.80}", f"{at}.role")
+        raise InvalidParameter(
+            f"{at}.role must be one of {', '.join(_ROLES)}, but is {role!r:.80}", f"{at}.role"
+        )
     for name, value in message.items():
         if name not in _FIELDS and value not in (None, []):
             raise InvalidParameter(f"{at}.{name} is not supported yet", f"{at}.{name}")

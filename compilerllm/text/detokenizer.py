@@ -13,7 +13,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from compilerllm.text.pieces import BytePieces, TextPieces
 
 _CONTEXT = 4  # prompt tokens looked at: a character has at most four bytes, so at most four tokens
-_MAX_PENDING = 16  # tokens a window waits for a character to become whole; U+FFFD may also be what the model writes
+_MAX_PENDING = (
+    16  # tokens a window waits for a character to become whole; U+FFFD may also be what the model writes
+)
 _BAD = "\N{REPLACEMENT CHARACTER}"
 
 

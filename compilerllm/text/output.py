@@ -44,7 +44,12 @@ class SequenceText:
     def add(self, delta: Delta) -> TextDelta:
         token_ids = delta.token_ids
         shown = len(token_ids)
-        if delta.finish_reason == "stop" and not self._include and token_ids and token_ids[-1] in self._end_ids:
+        if (
+            delta.finish_reason == "stop"
+            and not self._include
+            and token_ids
+            and token_ids[-1] in self._end_ids
+        ):
             shown -= 1  # the token that ended the sequence is reported, but is no part of its text
         text = ""
         for i in range(shown):

@@ -19,30 +19,33 @@ class Prompt:
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, prompt: object, vocab_size: int, *, add_special_tokens: bool = True, param: str = "prompt"
+    tokenizer: Tokenizer, prompt: object, *, add_special_tokens: bool = True, param: str = "prompt"
 ) -> Prompt:
     """Read a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}.
 
-    Raises ``InvalidParameter`` for anything else, an empty prompt, text that is not valid Unicode, or an id outside
-    the vocabulary (``vocab_size`` ids).
+    Raises ``InvalidParameter`` for anything else, an empty prompt, or text that is not valid Unicode. Whether ids are
+    in the vocabulary is the engine's to check.
     """
     if isinstance(prompt, dict):
         prompt = _unwrap(prompt, param)
     if isinstance(prompt, str):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidParameter(
-                f"{param} is not valid Unicode: lone surrogate at character {error.start}", param
-            ) from error
-        encoded = Prompt(prompt, tokenizer.encode(prompt, add_special_tokens))
+        encoded = Prompt(prompt, _encode_text(tokenizer, prompt, add_special_tokens, param))
     elif isinstance(prompt, list | tuple):
-        encoded = Prompt(None, _check_ids(list(prompt), vocab_size, param))
+        encoded = Prompt(None, _check_ids(list(prompt), param))
     else:
         raise InvalidParameter(f"{param} must be a text or a list of token ids, but is {prompt!r:.80}", param)
     if not encoded.token_ids:
         raise InvalidParameter(f"{param} is empty: give at least one token", param)
     return encoded
+
+
+def _encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{param} is not valid Unicode: lone surrogate at character {error.start}"
+        raise InvalidParameter(message, param) from error
+    return tokenizer.encode(text, add_special_tokens)
 
 
 def _unwrap(prompt: dict[str, Any], param: str) -> object:
@@ -54,28 +57,24 @@ def _unwrap(prompt: dict[str, Any], param: str) -> object:
     return prompt.get("prompt")
 
 
-def _check_ids(token_ids: list[Any], vocab_size: int, param: str) -> list[int]:
+def _check_ids(token_ids: list[Any], param: str) -> list[int]:
     for token_id in token_ids:
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise InvalidParameter(
-                f"{param} holds {token_id!r:.80}; token ids are whole numbers from 0 to {vocab_size - 1}", param
-            )
+        if type(token_id) is not int or not 0 <= token_id < 2**31:
+            raise InvalidParameter(f"{param} holds {token_id!r:.80}, which is no token id", param)
     return token_ids
 
 
-def fit_params(params: SamplingParams, prompt_tokens: int, max_model_len: int, vocab_size: int) -> SamplingParams:
-    """``params`` with ``max_tokens`` settled. Raises ``ContextLengthExceeded`` if prompt and answer cannot fit."""
-    room = max_model_len - prompt_tokens
-    wanted = params.max_tokens if params.max_tokens is not None else max(room, 1)
-    if room < wanted:
-        raise ContextLengthExceeded(prompt_tokens, wanted, max_model_len)
-    for token_id in (*params.stop_token_ids, *params.logit_bias):
-        if not 0 <= token_id < vocab_size:
-            name = "logit_bias" if token_id in params.logit_bias else "stop_token_ids"
-            raise InvalidParameter(f"{name} has token id {token_id}, outside 0 to {vocab_size - 1}", name)
-    if params.max_tokens == wanted:
-        return params
-    return msgspec.structs.replace(params, max_tokens=wanted)
+def fit_params(params: SamplingParams, prompt_tokens: int, max_model_len: int, param: str) -> SamplingParams:
+    """``params`` with ``max_tokens`` settled: all that is left of the context if None.
+
+    Raises ``ContextLengthExceeded`` (with ``param``) if prompt and ``max_tokens`` together do not fit.
+    """
+    wanted = params.max_tokens if params.max_tokens is not None else max(max_model_len - prompt_tokens, 1)
+    if prompt_tokens + wanted > max_model_len:
+        error = ContextLengthExceeded(prompt_tokens, wanted, max_model_len)
+        error.param = param
+        raise error
+    return params if params.max_tokens == wanted else msgspec.structs.replace(params, max_tokens=wanted)
 
 
 def split_params(params: SamplingParams) -> list[SamplingParams]:

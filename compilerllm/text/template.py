@@ -72,7 +72,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
@@ -124,7 +126,9 @@ class ChatTemplate:
             if not isinstance(last, str):
                 raise InvalidParameter("the final message has no text to continue", "continue_final_message")
             messages[-1] = {**messages[-1], "content": last + _TAIL_MARK}
-        text = self._render(messages, {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables})
+        text = self._render(
+            messages, {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
+        )
         return _cut_at_mark(text) if continue_final_message else text
 
     def _render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
@@ -133,7 +137,15 @@ class ChatTemplate:
             return self._template.render(given)
         except jinja2.TemplateError as error:
             raise ChatTemplateFailed(error.message or type(error).__name__) from error
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError, OverflowError) as error:
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            IndexError,
+            RecursionError,
+            OverflowError,
+        ) as error:
             # A template meets data of a shape it did not expect, for example a number where it adds strings.
             raise ChatTemplateFailed(f"{type(error).__name__}: {error}") from error
 

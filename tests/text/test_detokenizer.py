@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from compilerllm.text.tokenizer import Tokenizer
 
-_relaxed = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_relaxed = settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], skip: bool, prompt: list[int] | None = None) -> list[str]:
@@ -18,7 +20,9 @@ def stream(tokenizer: Tokenizer, ids: list[int], skip: bool, prompt: list[int] |
 
 @given(data=st.data(), skip=st.booleans())
 @_relaxed
-def test_any_tokens_stream_to_their_full_decode(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
+def test_any_tokens_stream_to_their_full_decode(
+    tokenizer: Tokenizer, data: st.DataObject, skip: bool
+) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=30))
     assert "".join(stream(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
 
@@ -70,7 +74,9 @@ def test_the_leading_space_goes_at_the_start_and_stays_after_a_prompt(tokenizer:
     assert "".join(stream(tokenizer, ids, True)) == "the fox"
     assert "".join(stream(tokenizer, ids, True, tokenizer.encode("see"))) == " the fox"
     begin = tokenizer.named_tokens["bos_token"]
-    assert "".join(stream(tokenizer, ids, True, tokenizer.encode(begin)[-1:])) == "the fox"  # a prompt of no text
+    assert (
+        "".join(stream(tokenizer, ids, True, tokenizer.encode(begin)[-1:])) == "the fox"
+    )  # a prompt of no text
 
 
 @pytest.mark.weights

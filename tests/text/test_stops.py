@@ -18,7 +18,12 @@ def plain(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     return text, None
 
 
-@given(text=st.text("abc", max_size=30), stops=st.lists(_ab, min_size=1, max_size=4), cuts=st.data(), include=st.booleans())
+@given(
+    text=st.text("abc", max_size=30),
+    stops=st.lists(_ab, min_size=1, max_size=4),
+    cuts=st.data(),
+    include=st.booleans(),
+)
 @settings(deadline=None, max_examples=500)
 def test_found_like_a_plain_search(text: str, stops: list[str], cuts: st.DataObject, include: bool) -> None:
     matcher, shown, at = StopMatcher(StopStrings(tuple(stops)), include), "", 0

@@ -67,7 +67,7 @@ CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": " What is the capital of France? "}],
     [
         {"role": "system", "content": "Be terse."},
-        {"role": "user", "content": "<b>été</b> & \"quotes\" 日本 🙂"},
+        {"role": "user", "content": '<b>été</b> & "quotes" 日本 🙂'},
         {"role": "assistant", "content": "ok\n", "name": None, "reasoning": "hm"},
         {"role": "user", "content": "  and\n\nnow?  "},
     ],

@@ -1,0 +1,144 @@
+"""Every refusal in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, with the right HTTP status."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from compilerllm.errors import (
+    CompilerLLMError,
+    ContextLengthExceeded,
+    EngineDead,
+    InvalidParameter,
+    QueueFull,
+)
+
+log = logging.getLogger("compilerllm.server")
+
+
+class PortInUse(CompilerLLMError):
+    """The server cannot listen where it was told to."""
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        super().__init__(
+            f"Cannot listen on {host}:{port}: {reason}. Choose another place with --host and --port."
+        )
+
+
+class MalformedBody(InvalidParameter):
+    """A request body is no JSON object."""
+
+
+class UnknownField(InvalidParameter):
+    """A request has a field that the route does not know, or cannot do yet."""
+
+
+class BodyTooLarge(InvalidParameter):
+    """A request body is larger than ``--max-body-bytes``."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"The request body is larger than {limit} bytes; send less, or serve with --max-body-bytes."
+        )
+
+
+class ModelNotFound(InvalidParameter):
+    """A request names a model that is not served here."""
+
+    def __init__(self, asked: str, served: str) -> None:
+        super().__init__(
+            f"The model {asked!r:.200} does not exist here; this server has {served!r}.", "model"
+        )
+
+
+class GenerationFailed(CompilerLLMError):
+    """The engine ended a request with an error."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """How an error is answered."""
+
+    status: int
+    kind: str
+    code: str | None
+    headers: dict[str, str]
+
+
+_RETRY = {"Retry-After": "1"}
+_REFUSALS: tuple[tuple[type[Exception], Refusal], ...] = (  # the first that fits
+    (BodyTooLarge, Refusal(413, "invalid_request_error", "request_too_large", {"Connection": "close"})),
+    (ModelNotFound, Refusal(404, "invalid_request_error", "model_not_found", {})),
+    (ContextLengthExceeded, Refusal(400, "invalid_request_error", "context_length_exceeded", {})),
+    (MalformedBody, Refusal(400, "invalid_request_error", "malformed_body", {})),
+    (UnknownField, Refusal(400, "invalid_request_error", "unknown_parameter", {})),
+    (InvalidParameter, Refusal(400, "invalid_request_error", "invalid_value", {})),
+    (QueueFull, Refusal(429, "rate_limit_error", "queue_full", _RETRY)),
+    (EngineDead, Refusal(503, "server_error", "engine_unavailable", _RETRY)),
+    (GenerationFailed, Refusal(500, "server_error", "generation_failed", {})),
+)
+_INTERNAL = Refusal(500, "server_error", "internal_error", {})
+_HTTP_KINDS = {404: "not_found", 405: "method_not_allowed"}
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """The error's JSON. What we did not foresee is not shown to clients; it is in the log."""
+    refusal = find_refusal(error)
+    message = (
+        str(error) if refusal is not _INTERNAL else "The server failed at this request; its log says more."
+    )
+    return _body(message, refusal.kind, getattr(error, "param", None), refusal.code)
+
+
+def find_refusal(error: BaseException) -> Refusal:
+    return next((refusal for kind, refusal in _REFUSALS if isinstance(error, kind)), _INTERNAL)
+
+
+def log_unforeseen(error: BaseException) -> None:
+    """Log an error that is none of ours: a bug, whose traceback is wanted."""
+    if find_refusal(error) is _INTERNAL:
+        log.error("A request failed.", exc_info=error)
+
+
+def error_response(error: BaseException) -> Response:
+    refusal = find_refusal(error)
+    log_unforeseen(error)
+    return _response(refusal.status, error_body(error), refusal.headers)
+
+
+def unauthorized() -> Response:
+    body = _body(
+        "A valid API key is needed: send 'Authorization: Bearer KEY'.",
+        "authentication_error",
+        None,
+        "invalid_api_key",
+    )
+    return _response(401, body, {"WWW-Authenticate": "Bearer"})
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    async def handle(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def handle_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        body = _body(message, "invalid_request_error", None, _HTTP_KINDS.get(error.status_code))
+        return _response(error.status_code, body, dict(error.headers or {}))
+
+    app.add_exception_handler(CompilerLLMError, handle)
+    app.add_exception_handler(HTTPException, handle_http)
+    app.add_exception_handler(Exception, handle)
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _response(status: int, body: dict[str, Any], headers: dict[str, str]) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")

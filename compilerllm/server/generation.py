@@ -1,0 +1,144 @@
+"""One API request while it runs: its sequences, their texts, counts and times."""
+
+import time
+import uuid
+from dataclasses import dataclass
+
+from compilerllm.runtime.messages import Delta, Request
+from compilerllm.sampling_params import SamplingParams
+from compilerllm.server.errors import GenerationFailed
+from compilerllm.server.metrics import Metrics
+from compilerllm.server.streams import EngineStreams, Feed
+from compilerllm.text.output import SequenceText, TextDelta, compile_stops
+from compilerllm.text.prompts import Prompt, split_params
+from compilerllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A validated request, ready to run: every prompt with every one of ``n`` sequences."""
+
+    prompts: list[Prompt]
+    params: list[SamplingParams]  # a set for each prompt; n not yet split
+    cache_salt: str | None
+
+
+class _Sequence:
+    """One of the sequences; ``index`` is its place in the response's choices."""
+
+    __slots__ = ("first_time", "index", "last_time", "text")
+
+    def __init__(self, index: int, text: SequenceText) -> None:
+        self.index, self.text = index, text
+        self.first_time = self.last_time = 0.0
+
+
+class Generation:
+    """Runs a plan. ``read`` gives what each step added, until an empty list."""
+
+    def __init__(
+        self, plan: Plan, streams: EngineStreams, tokenizer: Tokenizer, metrics: Metrics, arrived: float
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self.prompt_tokens = sum(len(p.token_ids) for p in plan.prompts)
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self._metrics, self._arrived = metrics, arrived
+        self._sequences: dict[str, _Sequence] = {}
+        self.feed: Feed = streams.submit(list(self._make_requests(plan, tokenizer)))
+        for prompt, params in zip(plan.prompts, plan.params, strict=True):
+            metrics.prompt_tokens.observe(len(prompt.token_ids))
+            metrics.params_n.observe(params.n)
+            metrics.params_max_tokens.observe(params.max_tokens or 0)
+
+    def _make_requests(self, plan: Plan, tokenizer: Tokenizer) -> list[Request]:
+        requests = []
+        for prompt, shared in zip(plan.prompts, plan.params, strict=True):
+            stops, eos = compile_stops(shared), tokenizer.eos_token_ids
+            for params in split_params(shared):
+                request_id = f"{self.id}-{len(requests)}"
+                text = SequenceText(tokenizer, params, prompt.token_ids, eos, stops)
+                self._sequences[request_id] = _Sequence(len(requests), text)
+                requests.append(
+                    Request(
+                        request_id=request_id,
+                        prompt_token_ids=prompt.token_ids,
+                        params=params,
+                        arrival_time=self._arrived,
+                        eos_token_ids=eos,
+                        cache_salt=plan.cache_salt,
+                    )
+                )
+        return requests
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    async def read(self) -> list[tuple[int, TextDelta]]:
+        """(choice index, what was added) for all that came since the last call; empty at the end or after ``close``.
+
+        Raises ``GenerationFailed`` if the engine ended a sequence with an error; the others are aborted.
+        """
+        deltas = await self.feed.read()
+        now = time.monotonic()
+        added = []
+        for delta in deltas:
+            sequence = self._sequences.get(delta.request_id)
+            if sequence is not None:  # else it ended at a stop string
+                added.append((sequence.index, self._add(sequence, delta, now)))
+        if deltas and not added:
+            return await self.read()
+        return added
+
+    def _add(self, sequence: _Sequence, delta: Delta, now: float) -> TextDelta:
+        if delta.finish_reason == "error":
+            del self._sequences[delta.request_id]
+            self._metrics.finished("error")
+            self.close()
+            raise GenerationFailed(delta.error or "the engine failed at this request")
+        if delta.token_ids:
+            self._observe_token(sequence, delta, now)
+        new = sequence.text.add(delta)
+        self.completion_tokens += len(new.token_ids)
+        if new.finish_reason is not None:
+            del self._sequences[delta.request_id]
+            self.feed.abort(delta.request_id)  # of use only if a stop string ended it
+            self._observe_end(sequence, new.finish_reason, now)
+        return new
+
+    def _observe_token(self, sequence: _Sequence, delta: Delta, now: float) -> None:
+        if sequence.first_time:
+            self._metrics.inter_token_latency.observe(now - sequence.last_time)
+        else:
+            sequence.first_time = now
+            self.cached_tokens += delta.num_cached_tokens
+            self._metrics.time_to_first_token.observe(now - self._arrived)
+            self._metrics.queue_time.observe(delta.queue_seconds)
+            self._metrics.prefill_time.observe(delta.prefill_seconds)
+        sequence.last_time = now
+
+    def _observe_end(self, sequence: _Sequence, reason: str, now: float) -> None:
+        tokens, decode = sequence.text.num_tokens, now - (sequence.first_time or now)
+        self._metrics.finished(reason)
+        self._metrics.e2e.observe(now - self._arrived)
+        self._metrics.decode_time.observe(decode)
+        self._metrics.generation_tokens.observe(tokens)
+        if tokens > 1:
+            self._metrics.time_per_output_token.observe(decode / (tokens - 1))
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        for _ in self._sequences:
+            self._metrics.finished("abort")
+        self._sequences.clear()
+        self.feed.close()
+
+    def usage(self) -> dict[str, object]:
+        """Token counts so far, in OpenAI's shape."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }

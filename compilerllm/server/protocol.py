@@ -1,0 +1,203 @@
+"""Request bodies: what fields they may have, and how they become sampling parameters.
+
+A field that is not listed is refused by name. Fields of OpenAI's or vLLM's API that we do not do yet are refused too,
+unless they hold the value that asks for nothing.
+"""
+
+import difflib
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from compilerllm.errors import InvalidParameter
+from compilerllm.sampling_params import SamplingParams
+from compilerllm.server.errors import MalformedBody, UnknownField
+
+# Fields that change nothing about the answer, so that ignoring them misleads nobody.
+HARMLESS = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+     "parallel_tool_calls", "request_id", "session_id"}
+)  # fmt: skip
+
+# Fields not done yet, with the values that ask for nothing.
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (), "allowed_token_ids": ([],), "audio": (), "bad_words": ([],), "best_of": (1,),
+    "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "echo": (False,), "function_call": ("none",),
+    "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
+    "include_reasoning": (True,), "kv_transfer_params": (), "length_penalty": (1.0,), "logprob_token_ids": ([],),
+    "modalities": (["text"],), "mm_processor_kwargs": ({},), "prediction": (), "priority": (0,), "prompt_embeds": (),
+    "prompt_logprobs": (), "reasoning_effort": (), "repetition_detection": (), "response_format": ({"type": "text"},),
+    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,), "structured_outputs": (), "suffix": ("",), "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"), "tools": ([],), "truncate_prompt_tokens": (), "truncation_side": (),
+    "use_beam_search": (False,), "verbosity": (), "vllm_xargs": ({},), "web_search_options": (),
+}  # fmt: skip
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # random padding of OpenAI's own service; there is none here
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chat and text completions have in common. None means: the model's default."""
+
+    model: str | None = None
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    seed: int | None = None
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+
+    @property
+    def usage_at_end(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def usage_always(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Any]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidParameter("top_logprobs needs logprobs to be true", "top_logprobs")
+        _check_top_logprobs(self.top_logprobs)
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return _sampling_params(self, limit, self.top_logprobs if self.logprobs else None, defaults)
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/completions. ``prompt``: a text, token ids, or a list of either."""
+
+    prompt: str | list[Any]
+    max_tokens: int = 16
+    logprobs: int | None = None
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        return _sampling_params(self, self.max_tokens, self.logprobs, defaults)
+
+    def prompts(self) -> list[object]:
+        """The prompts one by one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise InvalidParameter("prompt is an empty list: give at least one prompt", "prompt")
+        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
+
+
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_R = TypeVar("_R", bound=GenerationRequest)
+
+
+def read_request(body: bytes, kind: type[_R]) -> _R:
+    """Decode and check a body. Raises ``InvalidParameter`` (or a kind of it) that names the field."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise MalformedBody(f"The request body is no valid JSON: {error}") from error
+    except RecursionError as error:
+        raise MalformedBody("The request body is nested too deeply") from error
+    if not isinstance(fields, dict):
+        raise MalformedBody("The request body must be a JSON object")
+    fields = {name: value for name, value in fields.items() if value is not None and name not in HARMLESS}
+    known = kind.__struct_fields__
+    for name in [name for name in fields if name not in known]:
+        _refuse_unless_neutral(name, fields.pop(name), known)
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _name_field(str(error)) from error
+
+
+def _refuse_unless_neutral(name: str, value: object, known: tuple[str, ...]) -> None:
+    neutral = _NOT_YET.get(name)
+    if neutral is None:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UnknownField(f"Unknown field {name!r:.200}{hint}", name[:200])
+    if not any(type(value) is type(n) and value == n for n in neutral):
+        raise UnknownField(f"{name} is not supported yet; leave it out", name)
+
+
+def _name_field(message: str) -> InvalidParameter:
+    """msgspec says "Expected `int`, got `str` - at `$.top_k`"; a client wants the field first."""
+    found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message, re.DOTALL)
+    if found is None:
+        missing = re.search(r"missing required field `(\w+)`", message)
+        return InvalidParameter(message, missing[1] if missing else None)
+    what, place = found[1], found[2]
+    what = what.replace("`float`", "a number").replace("`int`", "a whole number").replace("`str`", "a text")
+    what = (
+        what.replace("`bool`", "true or false")
+        .replace("`array`", "a list")
+        .replace("`float | null`", "a number")
+    )
+    what = what.replace("`int | null`", "a whole number").replace("`str | null`", "a text")
+    return InvalidParameter(f"{place}: {what[:1].lower()}{what[1:]}", place or None)
+
+
+def _sampling_params(
+    request: GenerationRequest, max_tokens: int | None, logprobs: int | None, defaults: dict[str, Any]
+) -> SamplingParams:
+    chosen = {name: getattr(request, name) for name in _DEFAULTED if getattr(request, name) is not None}
+    return SamplingParams(
+        n=request.n,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        seed=request.seed,
+        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        ignore_eos=request.ignore_eos,
+        skip_special_tokens=request.skip_special_tokens,
+        logprobs=logprobs,
+        logit_bias=_read_bias(request.logit_bias),
+        **{**defaults, **chosen},
+    )
+
+
+def _read_bias(bias: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError as error:
+        raise InvalidParameter(f"logit_bias maps token ids to numbers: {error}", "logit_bias") from error
+
+
+def _check_top_logprobs(value: int) -> None:
+    if not 0 <= value <= 20:
+        raise InvalidParameter(f"top_logprobs must be from 0 to 20, but is {value}", "top_logprobs")
+
+
+def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """The sampling that a model's generation_config.json recommends, for requests that do not choose."""
+    given = {name: generation_config.get(name) for name in _DEFAULTED}
+    return {name: value for name, value in given.items() if isinstance(value, int | float)}
