@@ -29,9 +29,11 @@ CLLM_INLINE void configure_tiles(int rows0, int rows1) {
   _tile_loadconfig(&c);
 }
 
-// c[32][32] = a0, a1 (each up to 16 rows of Kp) times panels b0, b1. `ahead`: bytes to prefetch ahead in the panels.
+// c[32][32] (row stride ldc floats) = up to 32 rows of a, Kp long, times panels b0, b1. `ahead`: bytes to prefetch ahead
+// in the panels.
 template <int MT, int NT>
-CLLM_NOINLINE void amx_tiles(const bf16* a, size_t lda, const uint8_t* b0, const uint8_t* b1, int Kp, int ahead, float* c) {
+CLLM_NOINLINE void amx_tiles(const bf16* a, size_t lda, const uint8_t* b0, const uint8_t* b1, int Kp, int ahead, float* c,
+                            int ldc) {
   _tile_zero(0);
   if (NT > 1) _tile_zero(1);
   if (MT > 1) _tile_zero(2);
@@ -58,10 +60,11 @@ CLLM_NOINLINE void amx_tiles(const bf16* a, size_t lda, const uint8_t* b0, const
       if (NT > 1) _tile_dpbf16ps(3, 5, 7);
     }
   }
-  _tile_stored(0, c, 128);
-  if (NT > 1) _tile_stored(1, c + 16, 128);
-  if (MT > 1) _tile_stored(2, c + 512, 128);
-  if (MT > 1 && NT > 1) _tile_stored(3, c + 528, 128);
+  const size_t ld_bytes = size_t(ldc) * 4;
+  _tile_stored(0, c, ld_bytes);
+  if (NT > 1) _tile_stored(1, c + 16, ld_bytes);
+  if (MT > 1) _tile_stored(2, c + 16 * ldc, ld_bytes);
+  if (MT > 1 && NT > 1) _tile_stored(3, c + 16 * ldc + 16, ld_bytes);
 }
 
 // One row of x times an n16k2 panel.
@@ -138,6 +141,9 @@ CLLM_INLINE f32x16 dot_panel(const bf16* x, const float* sums, const uint8_t* pa
 // A panel as bf16 n16k2 (rounded to nearest even), 32 * Kp bytes.
 template <class W>
 CLLM_NOINLINE void dequantize_panel(const uint8_t* panel, int Kp, uint8_t* to) {
+  alignas(64) uint16_t order[32];  // interleaves sixteen even and sixteen odd values
+  for (int i = 0; i < 32; i++) order[i] = uint16_t(i / 2 + 16 * (i % 2));
+  const __m512i interleave = _mm512_load_si512(order);
   Decode<W> w;
   for (int kb = 0; kb < Kp; kb += 32, panel += W::block_bytes, to += 1024) {
     w.block(panel);
@@ -146,9 +152,8 @@ CLLM_NOINLINE void dequantize_panel(const uint8_t* panel, int Kp, uint8_t* to) {
     for (int i = 0; i < 16; i++) {
       f32x16 even, odd;
       w.pair(i, even, odd);
-      // Rounded halves side by side: odd in the high half word.
-      __m512i e = _mm512_cvtepu16_epi32(narrow_bf16(even)), o = _mm512_cvtepu16_epi32(narrow_bf16(odd));
-      _mm512_store_si512(to + 64 * i, _mm512_or_si512(e, _mm512_slli_epi32(o, 16)));
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v);  // evens in the low half
+      _mm512_store_si512(to + 64 * i, _mm512_permutexvar_epi16(interleave, both));
     }
   }
 }
@@ -242,9 +247,9 @@ void linear_amx(Team& team, const bf16* x, int ldx, const int* rows, int T, cons
         const uint8_t *b0 = b + size_t(p - c0) * panel, *b1 = b0 + panel;
         const int count = min_int(2, c1 - p);
         if (count == 2)
-          r1 ? amx_tiles<2, 2>(at, lda, b0, b1, Kp, ahead, c) : amx_tiles<1, 2>(at, lda, b0, b1, Kp, ahead, c);
+          r1 ? amx_tiles<2, 2>(at, lda, b0, b1, Kp, ahead, c, 32) : amx_tiles<1, 2>(at, lda, b0, b1, Kp, ahead, c, 32);
         else
-          r1 ? amx_tiles<2, 1>(at, lda, b0, b1, Kp, ahead, c) : amx_tiles<1, 1>(at, lda, b0, b1, Kp, ahead, c);
+          r1 ? amx_tiles<2, 1>(at, lda, b0, b1, Kp, ahead, c, 32) : amx_tiles<1, 1>(at, lda, b0, b1, Kp, ahead, c, 32);
         finish_tiles(c, t0, valid, p, count, N, ep);
       }
     }

@@ -49,7 +49,15 @@ struct DecodeQuantized {
     if constexpr (W::layout == q4_0_n16) shift = scale * set1(-8);
     if constexpr (W::layout == q8_0_n16) shift = scale * set1(-128);  // the high nibble's sign as an offset
   }
-  static CLLM_INLINE f32x16 nibble(i32x16 v, int bit) { return to_f32(shr(v, bit) & set1_i32(15)); }
+  static CLLM_INLINE f32x16 nibble(i32x16 v, int bit) {
+#if defined(__AVX512F__)
+    // A permute of floats looks at four bits of its index: mask and conversion in one.
+    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return {_mm512_permutexvar_ps(shr(v, bit).v, values)};
+#else
+    return to_f32(shr(v, bit) & set1_i32(15));
+#endif
+  }
   CLLM_INLINE f32x16 value(int i, int half) const {
     const int at = i / 4 * 64, bit = 4 * (i % 4) + half;
     i32x16 low = load_i32(codes + at);

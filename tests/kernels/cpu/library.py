@@ -59,12 +59,9 @@ def build(source: str, target: str) -> ctypes.CDLL:
     out = cache / f"{source}-{target}-{digest.hexdigest()[:16]}.so"
     if not out.exists():
         partial = out.with_suffix(f".{id(out)}.tmp")
-        subprocess.run(
-            ["g++", *flags.split(), f"-I{HEADERS}", str(HERE / source), "-o", str(partial)],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        command = ["g++", *flags.split(), f"-I{HEADERS}", str(HERE / source), "-o", str(partial)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[:4000]
         partial.replace(out)
     return ctypes.CDLL(str(out))
 
