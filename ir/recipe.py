@@ -37,6 +37,14 @@ class Convert:
 
 
 @dataclass(frozen=True)
+class Shift:
+    """Add a number to every element, in f32 (a GGUF file stores Gemma's norm weights with 1 added)."""
+
+    source: "Recipe"
+    amount: float
+
+
+@dataclass(frozen=True)
 class Slice:
     """Rows [start, stop) of one axis."""
 
@@ -78,7 +86,7 @@ class Relayout:
     layout: str
 
 
-Recipe = Read | Literal | Convert | Slice | Concat | Permute | Reshape | Relayout
+Recipe = Read | Literal | Convert | Shift | Slice | Concat | Permute | Reshape | Relayout
 
 
 def sources(recipe: Recipe) -> tuple[Recipe, ...]:
@@ -109,6 +117,8 @@ def rename(recipe: Recipe, name: Callable[[str], str]) -> Recipe:
             return recipe
         case Convert(source=s, dtype=dtype):
             return Convert(rename(s, name), dtype)
+        case Shift(source=s, amount=amount):
+            return Shift(rename(s, name), amount)
         case Slice(source=s, axis=axis, start=start, stop=stop):
             return Slice(rename(s, name), axis, start, stop)
         case Concat(sources=parts, axis=axis):
@@ -130,6 +140,8 @@ def print_recipe(recipe: Recipe) -> str:
             return f"literal({json.dumps(dtype)}, {list(shape)}, {[float(v) for v in values]!r})"
         case Convert(source=s, dtype=dtype):
             return f"convert({print_recipe(s)}, {json.dumps(dtype)})"
+        case Shift(source=s, amount=amount):
+            return f"shift({print_recipe(s)}, {float(amount)!r})"
         case Slice(source=s, axis=axis, start=start, stop=stop):
             return f"slice({print_recipe(s)}, axis={axis}, start={start}, stop={stop})"
         case Concat(sources=parts, axis=axis):
@@ -166,7 +178,7 @@ def _convert(node: ast.expr) -> Recipe:
     def ints(index: int) -> tuple[int, ...]:
         return tuple(int(v) for v in value(index))  # type: ignore[attr-defined]
 
-    arity = {"read": 1, "literal": 3, "convert": 2, "slice": 1, "permute": 2, "reshape": 2, "relayout": 2}
+    arity = {"read": 1, "literal": 3, "convert": 2, "shift": 2, "slice": 1, "permute": 2, "reshape": 2, "relayout": 2}
     if node.func.id in arity and len(node.args) != arity[node.func.id]:
         raise ValueError(f"{node.func.id} takes {arity[node.func.id]} arguments, not {len(node.args)}")
     match node.func.id:
@@ -176,6 +188,8 @@ def _convert(node: ast.expr) -> Recipe:
             return Literal(str(value(0)), ints(1), tuple(float(v) for v in value(2)))  # type: ignore[attr-defined]
         case "convert":
             return Convert(_convert(node.args[0]), str(value(1)))
+        case "shift":
+            return Shift(_convert(node.args[0]), float(value(1)))  # type: ignore[arg-type]
         case "slice":
             return Slice(_convert(node.args[0]), whole("axis"), whole("start"), whole("stop"))
         case "concat":
