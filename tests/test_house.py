@@ -32,7 +32,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.ir.step": (),
     "compilerllm.ir.recipe": ("compilerllm.ir.errors",),
     "compilerllm.ir": ("compilerllm.ir",),
-    "compilerllm.models": ("compilerllm.ir", "compilerllm.models"),
+    "compilerllm.models": ("compilerllm.ir", "compilerllm.models", "compilerllm.kernels.launch"),
     "compilerllm.kernels.launch": (*SERVABLE_IR, "compilerllm.kernels.launch"),
     "compilerllm.kernels": ("compilerllm.ir", "compilerllm.kernels"),
     "compilerllm.passes": (
