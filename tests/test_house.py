@@ -25,15 +25,17 @@ COMPILERS = ("triton", "sympy", "transformers", "torch._dynamo", "torch._inducto
 # its own unit included. ``compilerllm.kernels!`` stands for that module alone, without what it holds.
 FACTS = ("compilerllm!", "compilerllm.errors", "compilerllm.config", "compilerllm.sampling_params")
 SERVABLE_IR = ("compilerllm.ir.step", "compilerllm.ir.recipe", "compilerllm.ir.errors")
-SERVING = (*FACTS, *SERVABLE_IR, "compilerllm.kernels.launch", "compilerllm.compiled")
+LAUNCH = ("compilerllm.kernels.launch", "compilerllm.kernels.errors")
+SERVING = (*FACTS, *SERVABLE_IR, *LAUNCH, "compilerllm.artifact", "compilerllm.compiled")
 RUNTIME = (*SERVING, "compilerllm.runtime", "compilerllm.loading")
 ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.ir.errors": (),
     "compilerllm.ir.step": (),
     "compilerllm.ir.recipe": ("compilerllm.ir.errors",),
     "compilerllm.ir": ("compilerllm.ir",),
-    "compilerllm.models": ("compilerllm.ir", "compilerllm.models", "compilerllm.kernels.launch"),
-    "compilerllm.kernels.launch": (*SERVABLE_IR, "compilerllm.kernels.launch"),
+    "compilerllm.models": ("compilerllm.ir", "compilerllm.models", *LAUNCH),
+    "compilerllm.kernels.errors": (),
+    "compilerllm.kernels.launch": (*SERVABLE_IR, *LAUNCH),
     "compilerllm.kernels": ("compilerllm.ir", "compilerllm.kernels"),
     "compilerllm.passes": (
         "compilerllm.ir",
@@ -44,6 +46,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.errors": (),
     "compilerllm.config": FACTS,
     "compilerllm.sampling_params": FACTS,
+    "compilerllm.artifact": SERVING,
     "compilerllm.compiled": SERVING,
     "compilerllm.loading": SERVING,
     "compilerllm.runtime": RUNTIME,
@@ -64,11 +67,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
 
 # What runs in a warm server, and so must not pull in a compiler.
 SERVE_TIME = (
+    "compilerllm.artifact",
     "compilerllm.compiled",
     "compilerllm.config",
     "compilerllm.errors",
     *SERVABLE_IR,
-    "compilerllm.kernels.launch",
+    *LAUNCH,
     "compilerllm.loading",
     "compilerllm.runtime",
     "compilerllm.sampling_params",
