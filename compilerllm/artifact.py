@@ -1,0 +1,81 @@
+"""The artifact on disk: one folder, a manifest that says all, and where finished ones are kept.
+
+``manifest.json`` is written last, so a folder without one is an unfinished build and counts as missing. Folders are
+named by key; a build happens in a temporary folder beside them and is renamed into place, so that parallel builders
+and a killed one leave whole artifacts only.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from compilerllm.errors import CompilerLLMError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class ArtifactInvalid(CompilerLLMError):
+    """An artifact that is damaged, or made by another version."""
+
+
+class CacheUnusable(CompilerLLMError):
+    """The artifact cache cannot be written."""
+
+
+def cache_dir() -> Path:
+    """``COMPILERLLM_CACHE_DIR``, or ``~/.cache/compilerllm``."""
+    return Path(os.environ.get("COMPILERLLM_CACHE_DIR") or Path.home() / ".cache" / "compilerllm")
+
+
+def artifact_path(key: str) -> Path:
+    """Where the artifact with this key is, or will be."""
+    return cache_dir() / "artifacts" / key
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest, or None where there is no finished artifact. Raises ``ArtifactInvalid`` for a damaged one."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ArtifactInvalid(f"{path} cannot be read ({error}). Delete {folder} to build it again.") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ArtifactInvalid(f"{path} has another format than this version's ({FORMAT}). Delete {folder} to build it again.")
+    return manifest
+
+
+@contextlib.contextmanager
+def building(key: str) -> Iterator[Path]:
+    """A temporary folder that becomes the artifact when the block ends well.
+
+    Raises ``CacheUnusable`` where the cache cannot be written.
+    """
+    target = artifact_path(key)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{key[:12]}-"))
+    except OSError as error:
+        raise CacheUnusable(
+            f"cannot write the artifact cache {target.parent}: {error.strerror or error}. "
+            "Make it writable, or set COMPILERLLM_CACHE_DIR to a folder that is."
+        ) from error
+    try:
+        yield scratch
+        if not target.exists():
+            with contextlib.suppress(OSError):  # another builder may have been first: its artifact is as good
+                scratch.rename(target)
+        if not (target / MANIFEST).exists():
+            shutil.rmtree(target, ignore_errors=True)
+            scratch.rename(target)
+    except OSError as error:
+        raise CacheUnusable(f"cannot write the artifact in {target.parent}: {error.strerror or error}. Free space, or set COMPILERLLM_CACHE_DIR.") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,135 @@
+"""From recipes to memory that kernels read: executes each parameter once, packs it where its recipe says so."""
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from compilerllm.ir.recipe import Recipe, Relayout, parse_recipe, print_recipe
+from compilerllm.kernels.errors import ArtifactError
+from compilerllm.kernels.launch.aten import DTYPES
+from compilerllm.kernels.launch.library import LAYOUTS, Library
+from compilerllm.kernels.launch.memory import Region, aligned
+
+QUANTIZED_ROW_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}  # bytes of 32 weights
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter as the manifest has it: IR dtype, shape, recipe."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    recipe: Recipe
+
+    @staticmethod
+    def parse(name: str, dtype: str, shape: Iterable[int], recipe: str) -> "ParameterSpec":
+        return ParameterSpec(name, dtype, tuple(shape), parse_recipe(recipe))
+
+    @property
+    def layout(self) -> str:
+        return self.recipe.layout if isinstance(self.recipe, Relayout) else ""
+
+    @property
+    def identity(self) -> str:
+        """Equal for parameters whose bytes are equal, so that tied weights are stored once."""
+        return f"{self.dtype}{list(self.shape)} {print_recipe(self.recipe)}"
+
+
+def stored_bytes(spec: ParameterSpec, library: Library) -> int:
+    """Bytes the parameter takes in memory."""
+    base, experts, _ = split_layout(spec.layout)
+    if not base:
+        count = 1
+        for extent in spec.shape:
+            count *= extent
+        if spec.dtype in QUANTIZED_ROW_BYTES:
+            return count // 32 * QUANTIZED_ROW_BYTES[spec.dtype]
+        return count * DTYPES[spec.dtype].itemsize
+    if experts:
+        return spec.shape[0] * library.packed_bytes(base, spec.shape[1], spec.shape[2])
+    return library.packed_bytes(base, spec.shape[0], spec.shape[1])
+
+
+def split_layout(layout: str) -> tuple[str, bool, bool]:
+    """``q4_1_n16_gu16`` as (kernel layout, one matrix an expert, gate and up in alternating panels)."""
+    if layout == "gu16":
+        return "", False, True
+    experts = layout.endswith("_experts")
+    layout = layout.removesuffix("_experts")
+    gated = layout.endswith("_gu16")
+    base = layout.removesuffix("_gu16")
+    if base and base not in LAYOUTS:
+        raise ArtifactError(f"unknown weight layout {layout!r} in the artifact; rebuild it")
+    return base, experts, gated
+
+
+def load_parameters(
+    specs: Iterable[ParameterSpec],
+    read: Callable[[Recipe], torch.Tensor],
+    library: Library,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[Region, Mapping[str, int]]:
+    """Fill one region with all parameters; gives it and each name's address.
+
+    ``read`` executes a recipe (all steps but relayout) and gives a tensor, or uint8 blocks [N, row bytes] of a packed
+    dtype. At most one parameter exists twice at a time.
+    """
+    by_identity: dict[str, list[ParameterSpec]] = {}
+    for spec in specs:
+        by_identity.setdefault(spec.identity, []).append(spec)
+    offsets: list[tuple[ParameterSpec, int]] = []
+    total = 0
+    for same in by_identity.values():
+        offsets.append((same[0], total))
+        total += aligned(stored_bytes(same[0], library))
+    region = Region(total, "weights")
+    addresses: dict[str, int] = {}
+    done = 0
+    for (spec, offset), same in zip(offsets, by_identity.values(), strict=True):
+        store(spec, read, library, region.address + offset)
+        for twin in same:
+            addresses[twin.name] = region.address + offset
+        done += stored_bytes(spec, library)
+        if on_progress is not None:
+            on_progress(done, total)
+    return region, addresses
+
+
+def store(spec: ParameterSpec, read: Callable[[Recipe], torch.Tensor], library: Library, address: int) -> None:
+    """Write one parameter at ``address``. Raises ``ArtifactError`` where the weights do not fit the graph."""
+    recipe = spec.recipe.source if isinstance(spec.recipe, Relayout) else spec.recipe
+    tensor = read(recipe).contiguous()
+    base, experts, gated = split_layout(spec.layout)
+    quantized = spec.dtype in QUANTIZED_ROW_BYTES
+    if not quantized:
+        if tuple(tensor.shape) != spec.shape:
+            raise ArtifactError(
+                f"parameter {spec.name} must be {list(spec.shape)}, but the checkpoint gives {list(tensor.shape)}: "
+                "the artifact was built for another model; rebuild it"
+            )
+        tensor = tensor.to(DTYPES[spec.dtype])
+    if gated and not base:  # a bias in the order of its weight's panels
+        tensor = tensor.view(2, -1, 16).transpose(0, 1).contiguous()
+    if not base:
+        torch_copy(tensor, address)
+        return
+    rows, columns = spec.shape[-2], spec.shape[-1]
+    row_bytes = columns // 32 * QUANTIZED_ROW_BYTES[spec.dtype] if quantized else columns * tensor.element_size()
+    matrix_bytes = library.packed_bytes(base, rows, columns)
+    for expert in range(spec.shape[0] if experts else 1):
+        source = tensor.data_ptr() + expert * rows * row_bytes
+        target = address + expert * matrix_bytes
+        if gated:
+            half = rows // 2
+            library.pack(base, spec.dtype, target, source, half, columns, 0, 2)
+            library.pack(base, spec.dtype, target, source + half * row_bytes, half, columns, 16, 2)
+        else:
+            library.pack(base, spec.dtype, target, source, rows, columns)
+
+
+def torch_copy(tensor: torch.Tensor, address: int) -> None:
+    """Copy a dense tensor's bytes to ``address``."""
+    ctypes.memmove(address, tensor.data_ptr(), tensor.numel() * tensor.element_size())
