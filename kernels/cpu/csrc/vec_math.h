@@ -63,14 +63,6 @@ CLLM_INLINE f32x16 vexp2(f32x16 x) {
   const float c[] = {0.000154753656f, 0.00134005445f, 0.00961800755f, 0.0555032709f, 0.240226513f, 0.693147207f, 1.0f};
   return scale_exp2(horner(r, c), n);
 }
-// 2^x within 8e-5 relative, for values that are rounded to bf16 next. x <= 126; -inf gives 0.
-CLLM_INLINE f32x16 vexp2_coarse(f32x16 x) {
-  x = vmax(set1(-126.0f), x);
-  f32x16 n = vround(x), r = x - n;
-  const float c[] = {0.0551715843f, 0.242611116f, 0.693261001f, 0.999928074f};
-  return scale_exp2(horner(r, c), n);
-}
-
 CLLM_INLINE f32x16 vlog(f32x16 x) {
   mask16 tiny = lt(x, set1(1.17549435e-38f));
   f32x16 y = select(tiny, x * set1(8388608.0f), x);
