@@ -26,7 +26,23 @@ COMPILERS = ("triton", "sympy", "transformers", "torch._dynamo", "torch._inducto
 FACTS = ("compilerllm!", "compilerllm.errors", "compilerllm.config", "compilerllm.sampling_params")
 SERVABLE_IR = ("compilerllm.ir.step", "compilerllm.ir.recipe", "compilerllm.ir.errors")
 LAUNCH = ("compilerllm.kernels.launch", "compilerllm.kernels.errors")
-SERVING = (*FACTS, *SERVABLE_IR, *LAUNCH, "compilerllm.artifact", "compilerllm.compiled")
+SERVING = (
+    *FACTS,
+    *SERVABLE_IR,
+    *LAUNCH,
+    "compilerllm.artifact",
+    "compilerllm.checkpoint",
+    "compilerllm.compiled",
+)
+COMPILER = (
+    *SERVING,
+    "compilerllm.compiler",
+    "compilerllm.planning",
+    "compilerllm.ir",
+    "compilerllm.kernels",
+    "compilerllm.models",
+    "compilerllm.passes",
+)
 RUNTIME = (*SERVING, "compilerllm.runtime", "compilerllm.loading")
 ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.ir.errors": (),
@@ -47,20 +63,16 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.config": FACTS,
     "compilerllm.sampling_params": FACTS,
     "compilerllm.artifact": SERVING,
+    "compilerllm.checkpoint": SERVING,
     "compilerllm.compiled": SERVING,
-    "compilerllm.loading": SERVING,
+    # It asks for the artifact by the compiler's face, which builds in a child process.
+    "compilerllm.loading": (*SERVING, "compilerllm.compiler", "compilerllm.loading"),
     "compilerllm.runtime": RUNTIME,
     "compilerllm.runtime.messages": FACTS,
     "compilerllm.text": (*FACTS, "compilerllm.runtime.messages", "compilerllm.text"),
     "compilerllm.server": (*RUNTIME, "compilerllm.text", "compilerllm.server"),
-    "compilerllm.compiler": (
-        *SERVING,
-        "compilerllm.compiler",
-        "compilerllm.ir",
-        "compilerllm.kernels",
-        "compilerllm.models",
-        "compilerllm.passes",
-    ),
+    "compilerllm.planning": COMPILER,
+    "compilerllm.compiler": COMPILER,
     # What stands over everything: LLM, the command line, the demo, the torch.compile backend.
     "compilerllm": ("compilerllm",),
 }
@@ -68,6 +80,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 # What runs in a warm server, and so must not pull in a compiler.
 SERVE_TIME = (
     "compilerllm.artifact",
+    "compilerllm.checkpoint",
     "compilerllm.compiled",
     "compilerllm.config",
     "compilerllm.errors",
