@@ -1,8 +1,7 @@
 """The opaque ``aten`` op: a torch operator kept as it is, its arguments rebuilt from the node's template.
 
 In ``args`` and in the values of ``kwargs``, recursively: ``"%2"`` is the node's third operand, ``"none"`` is None,
-``"dtype:f32"``, ``"device:cpu"``, ``"layout:strided"``, ``"memory_format:contiguous_format"`` and ``"str:text"`` are
-what they say; numbers and dimensions stand for themselves, a list for a list.
+``"dtype:f32"`` a dtype, ``"text:floor"`` a string; numbers and dimensions stand for themselves, a list for a list.
 """
 
 from collections.abc import Sequence
@@ -41,11 +40,7 @@ def decode(item: Any, operands: Sequence[Tensor | None]) -> Any:
     match kind:
         case "dtype":
             return TORCH_DTYPES[value]
-        case "device":
-            return torch.device(value)
-        case "layout" | "memory_format":
-            return getattr(torch, value)
-        case "str":
+        case "text":
             return value
     raise MissingReference(f"an aten node has the argument {item!r}, which is no form of its template")
 

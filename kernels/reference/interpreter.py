@@ -63,14 +63,21 @@ class Interpreter:
 
     @torch.inference_mode()
     def run_step(
-        self, step: StepInputs | Step, states: Mapping[str, State], last_token: Tensor | None = None
+        self,
+        step: StepInputs | Step,
+        states: Mapping[str, State],
+        last_token: Tensor | None = None,
+        *,
+        inputs: Sequence[Tensor] = (),
     ) -> Tensor:
         """Run one step of a served module: logits [R, V]. ``states`` are by global name and are written in place.
 
-        ``last_token`` [slots] is what negative token ids stand for.
+        ``last_token`` [slots] is what negative token ids stand for. ``inputs`` are those of ``main`` beside the step.
         """
         ready = step if isinstance(step, Step) else Step(step, last_token)
-        return self._function(self.module.main, (ready,), "", "", states, ready)[0]
+        rest = iter(inputs)
+        given = [ready if isinstance(v.type, StepType) else next(rest, None) for v in self.module.main.inputs]
+        return self._function(self.module.main, given, "", "", states, ready)[0]
 
     def _function(
         self,
@@ -153,6 +160,8 @@ def bind_dims(graph: Graph, inputs: Sequence[Runtime], known: Mapping[str, int])
     for value, given in zip(graph.inputs, inputs, strict=True):
         if isinstance(value.type, StepType):
             continue
+        if given is None:
+            raise UnboundDim(f"@{graph.name}: input {value!r} is not given")
         shape = tuple(given.shape)
         if len(shape) != value.tensor.rank:
             raise UnboundDim(f"@{graph.name}: input {value!r} is given the shape {list(shape)}")
