@@ -90,7 +90,7 @@ class FunctionEmitter:
     def _new_ref(self, value: Value) -> Ref:
         dtype, shape = value.dtype, value.shape
         if value in self._param_index:
-            base = f"((const {C_TYPES.get(dtype, 'uint8_t')}*)P[{self._param_index[value]}])"
+            base = f"((const {C_TYPES.get(dtype, 'uint8_t')}*)params_[{self._param_index[value]}])"
         elif value in self.graph.inputs:
             base = f"in{self.graph.inputs.index(value)}"
         else:
@@ -139,7 +139,7 @@ class FunctionEmitter:
         return self.groups[state.state.get("window")]
 
     def state(self, value: Value) -> str:
-        return f"S[{self._state_index[value]}]"
+        return f"states_[{self._state_index[value]}]"
 
     def meta(self, state: Value) -> str:
         return f"c.meta({self.group(state)})"
@@ -206,7 +206,7 @@ class FunctionEmitter:
             self.sync()
 
     def _signature(self) -> str:
-        args = ["Team& team", "const Ctx& c", "void* const* P", "void* const* S"]
+        args = ["Team& team", "const Ctx& c", "void* const* params_", "void* const* states_"]
         for index, value in enumerate(self.graph.inputs):
             if isinstance(value.type, StepType):
                 continue
@@ -256,7 +256,7 @@ def emit_call(e: FunctionEmitter, node: Node) -> None:
     params_at, states_at = len(e.program.params), len(e.program.states)
     e.program.params += [join_name(prefix, p.name) for p in callee.params]
     e.program.states += [state_name(v.name, suffix) for v in callee.states]
-    args = [f"P + {params_at}", f"S + {states_at}"]
+    args = [f"params_ + {params_at}", f"states_ + {states_at}"]
     for value in node.inputs:
         assert value is not None
         if isinstance(value.type, StepType):

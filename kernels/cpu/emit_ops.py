@@ -66,7 +66,7 @@ def _linear(e: FunctionEmitter, node: Node, epilogue: str, template: str = "line
     ref, count, width, stride = e.rows(x, len(x.shape) - 1)
     tag = weight_tag(e.graph.param(weight.name).recipe)
     rows = weight.shape[0]
-    e.line(f"{template}<{tag}>(team, {ref.pointer}, {stride}, {count}, P[{e.graph.params.index(e.graph.param(weight.name))}], {rows}, {width}, {epilogue});")
+    e.line(f"{template}<{tag}>(team, {ref.pointer}, {stride}, {count}, params_[{e.graph.params.index(e.graph.param(weight.name))}], {rows}, {width}, {epilogue});")
     e.sync()
     e.note(node, f"{template}<{tag}, {float_type(e, x)}>")
 
@@ -77,7 +77,8 @@ def linear(e: FunctionEmitter, node: Node) -> None:
     width = c_dim(out.shape[-1])
     bias = optional(e, node, 2)
     if out.dtype == "f32" and x.dtype == "bf16":
-        _linear(e, node, f"StoreF32<bf16>{{{e.ref(out).pointer}, {width}, {bias}}}")
+        rounding = "float" if node.input(2) is None else "bf16"  # the template takes the bias in its rounding type
+        _linear(e, node, f"StoreF32<{rounding}>{{{e.ref(out).pointer}, {width}, {bias}}}")
     else:
         _linear(e, node, f"Store<{float_type(e, out)}>{{{e.ref(out).pointer}, {width}, {bias}}}")
 
@@ -135,9 +136,9 @@ def embedding(e: FunctionEmitter, node: Node) -> None:
     tag = weight_tag(e.graph.param(table.name).recipe, default="")
     target = e.ref(out).pointer
     if tag:
-        e.line(f"embed_packed<{tag}>(team, P[{index}], {pointer}, {target}, {width}, {count}, {width});")
+        e.line(f"embed_packed<{tag}>(team, params_[{index}], {pointer}, {target}, {width}, {count}, {width});")
     else:
-        e.line(f"embed(team, (const {kind}*)P[{index}], {pointer}, {target}, {width}, {count}, {width});")
+        e.line(f"embed(team, (const {kind}*)params_[{index}], {pointer}, {target}, {width}, {count}, {width});")
     e.sync()
     e.note(node, f"embed_packed<{tag}>" if tag else "embed")
 
@@ -357,7 +358,7 @@ def experts(e: FunctionEmitter, node: Node) -> None:
     )
     e.line(
         f"experts<{weight_tag(gu.recipe)}, {act}>(team, {ref.pointer}, {stride}, {e.dense(ids).pointer}, {e.dense(weights).pointer}, "
-        f"P[{e.graph.params.index(gu)}], P[{e.graph.params.index(dn)}], {optional(e, node, 5, 'const ' + kind)}, "
+        f"params_[{e.graph.params.index(gu)}], params_[{e.graph.params.index(dn)}], {optional(e, node, 5, 'const ' + kind)}, "
         f"{optional(e, node, 6, 'const ' + kind)}, {e.ref(out).pointer}, {count}, {shape});"
     )
     e.sync()

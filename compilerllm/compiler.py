@@ -1,0 +1,247 @@
+"""The compile driver: checkpoint to artifact, in a child process of whoever needs it.
+
+``ensure_artifact`` is what serving calls: it computes the key from small files, finds the artifact or has a child build
+it. ``build`` is the child's work and imports the compiler; nothing else here does.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compilerllm import __version__
+from compilerllm.artifact import FORMAT, MANIFEST, artifact_path, building, cache_dir, read_manifest
+from compilerllm.config import EngineConfig
+from compilerllm.errors import CompilerLLMError
+from compilerllm.ir.step import Bucket
+
+# What a build goes through, with the share of its time each usually takes, for the progress bar.
+STAGES = {"resolve": 0.25, "capture": 0.2, "passes": 0.05, "generate": 0.02, "compile": 0.45, "save": 0.03}
+OnStage = Callable[[str], None]
+
+
+class CompileFailed(CompilerLLMError):
+    """The build child ended with an error; the message is the child's."""
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """Everything an artifact depends on, apart from the tools' versions."""
+
+    model: str
+    dtype: str = "auto"
+    weights: str = "auto"
+    level: int = 2
+    target: str = "cpu"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    load_format: str = "auto"
+
+    @staticmethod
+    def of(config: EngineConfig) -> "CompileRequest":
+        """The part of an engine's configuration that is compiled in."""
+        return CompileRequest(
+            config.model.model, config.model.dtype, config.model.weights, config.model.optimization_level, "cpu",
+            config.model.max_model_len, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens,
+            config.model.load_format,
+        )  # fmt: skip
+
+
+def make_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
+    """Decode buckets at powers of two, then mixed steps by tokens. Programs run the exact sizes; a bucket is a plan."""
+    sizes = [1 << i for i in range(max(1, max_num_seqs).bit_length()) if 1 << i < max_num_seqs] + [max_num_seqs]
+    decode = [Bucket(s, s, s, 1) for s in sizes]
+    tokens = [t for t in (64, 256, 1024, 4096, 16384) if t < max_tokens] + [max_tokens]
+    return (*decode, *(Bucket(t, min(t, max_num_seqs), min(t, max_num_seqs), t) for t in tokens))
+
+
+def fingerprint(place: Path) -> str:
+    """Hash of what a checkpoint says of itself: configuration and tensor headers, not the weights and not its path."""
+    from compilerllm.kernels.launch.files import GgufFile, read_safetensors
+
+    digest = hashlib.sha256()
+    if place.is_file() and place.suffix == ".gguf":
+        digest.update(GgufFile(place).header())
+        return digest.hexdigest()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        path = place / name
+        digest.update(name.encode() + b"\0" + (path.read_bytes() if path.exists() else b"-") + b"\0")
+    for path in sorted(place.glob("*.safetensors")):
+        _, tensors = read_safetensors(path)
+        digest.update(json.dumps({n: [t.dtype, list(t.shape)] for n, t in sorted(tensors.items())}).encode())
+    return digest.hexdigest()
+
+
+def artifact_key(request: CompileRequest, place: Path) -> str:
+    """Semantic key: the model's own description, how it is compiled, the tools' versions. No host, path or port."""
+    from compilerllm.kernels.cpu.target import find_target
+
+    described = dataclasses.asdict(request) | {"model": fingerprint(place), "target": find_target(request.target).name}
+    tools = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    text = json.dumps([FORMAT, __version__, described, tools, _own_sources()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _own_sources() -> str:
+    """Hash of the compiler's own source files."""
+    from compilerllm import ir, kernels, models, passes
+
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for package in (ir, passes, kernels, models):
+        root = Path(str(package.__file__)).parent
+        for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".h", ".cpp")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Found:
+    """An artifact and how it was come by."""
+
+    path: Path
+    hit: bool
+    seconds: float
+
+
+def ensure_artifact(request: CompileRequest, place: Path, on_stage: OnStage | None = None) -> Found:
+    """The artifact for ``request``, built in a child process where the cache has none. Raises ``CompileFailed``."""
+    start = time.perf_counter()
+    key = artifact_key(request, place)
+    path = artifact_path(key)
+    if read_manifest(path) is not None:
+        return Found(path, True, time.perf_counter() - start)
+    command = [sys.executable, "-m", "compilerllm.compiler", json.dumps(dataclasses.asdict(request)), str(place), key]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stderr is not None
+    message = ""
+    for line in child.stdout:
+        kind, _, text = line.rstrip("\n").partition(" ")
+        if kind == "stage" and on_stage is not None:
+            on_stage(text)
+        elif kind == "error":
+            message = json.loads(text)
+    errors = child.stderr.read()
+    if child.wait() != 0:
+        raise CompileFailed(message or f"the compiler ended with exit code {child.returncode}:\n{errors.strip()[-4000:]}")
+    if read_manifest(path) is None:
+        raise CompileFailed(f"the compiler ended well but left no artifact in {path}")
+    return Found(path, False, time.perf_counter() - start)
+
+
+def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = lambda stage: None) -> Path:
+    """Compile ``place`` into the cache under ``key``. Imports the compiler; errors are the parts' own."""
+    from compilerllm.kernels.cpu.build import build_library
+    from compilerllm.kernels.cpu.emit import emit_program
+    from compilerllm.kernels.cpu.select import select_layouts
+    from compilerllm.kernels.cpu.target import find_target
+    from compilerllm.ir.text import print_module
+    from compilerllm.passes.pipeline import Options, run_pipeline
+
+    seconds: dict[str, float] = {}
+    clock = [time.perf_counter(), ""]
+
+    def stage(name: str) -> None:
+        now = time.perf_counter()
+        if clock[1]:
+            seconds[str(clock[1])] = now - float(clock[0])
+        clock[:] = [now, name]
+        if name:
+            on_stage(name)
+
+    stage("resolve")
+    from compilerllm.models.prepare import prepare
+
+    target = find_target(request.target)
+    prepared = prepare(str(place), dtype=request.dtype, weights=request.weights, load_format=request.load_format)
+    stage("capture")
+    module = prepared.capture()
+    stage("passes")
+    module, reports = run_pipeline(module, Options(level=max(1, request.level) if request.level else 0, target=target.name))
+    buckets = make_buckets(request.max_num_seqs, request.max_num_batched_tokens)
+    with building(key) as folder:
+        (folder / "final.ir").write_text(print_module(module, origins=True))
+        manifest: dict[str, Any] = {}
+        if request.level > 0:
+            stage("generate")
+            module = select_layouts(module, target)
+            program = emit_program(module)
+            stage("compile")
+            library = build_library(program.source, target, cache_dir() / "libraries")
+            stage("save")
+            (folder / "program.so").write_bytes(library.read_bytes())
+            (folder / "program.cpp").write_text(program.source)
+            manifest |= program_entries(module, program, buckets)
+        else:
+            stage("save")
+            manifest["program"] = None
+        (folder / "module.ir").write_text(print_module(module, origins=True))
+        prepared.save_text(folder / "tokenizer")
+        limit = prepared.facts.max_positions
+        manifest |= {
+            "format": FORMAT, "version": __version__, "key": key, "target": target.name, "level": request.level,
+            "facts": prepared.facts.to_json(), "source": prepared.source.to_json(), "library": "program.so",
+            "vocab_size": prepared.facts.vocab_size, "max_model_len": min(request.max_model_len or limit, limit),
+            "buckets": [dataclasses.asdict(b) for b in buckets],
+            "parameters": prepared.parameters(module),
+            "passes": [
+                {"pass": r.name, "function": r.function, "matches": r.matches, "seconds": round(r.seconds, 6),
+                 "near_misses": [str(m) for m in r.near_misses], "counts": r.counts}
+                for r in reports
+            ],
+        }  # fmt: skip
+        stage("")
+        manifest["seconds"] = {k: round(v, 3) for k, v in seconds.items()}
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+    return artifact_path(key)
+
+
+def program_entries(module: Any, program: Any, buckets: tuple[Bucket, ...]) -> dict[str, Any]:
+    """The manifest's part on the program: pointers, plans per bucket, states and their groups, kernels."""
+    from compilerllm.kernels.cpu.emit import state_groups
+    from compilerllm.planning import alias_table, plan_program
+
+    groups, aliases = state_groups(module), alias_table(module)
+    return {
+        "program": {
+            "dims": program.dims,
+            "params": program.params,
+            "states": program.states,
+            "host_calls": [dataclasses.asdict(h) for h in program.host_calls],
+            "plans": [plan_program(module, program, bucket, aliases) for bucket in buckets],
+        },
+        "groups": [
+            {"name": "kv" if window is None else f"kv_window_{window}", "index": index, "addressing": "paged", "window": window}
+            for window, index in groups.items()
+        ],
+        "states": [
+            {"name": name, "kind": t.kind, "dtype": t.dtype, **dict(t.fields), "group": groups[t.get("window")]}
+            for name, t in module.state_instances()
+        ],
+        "kernels": [{"function": f, "node": n, "template": t} for f, n, t in program.kernels],
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """The child: one JSON request, a place, a key; reports stages and a last error on stdout."""
+    from compilerllm.ir.errors import IRError
+    from compilerllm.kernels.errors import KernelError
+
+    request = CompileRequest(**json.loads(arguments[0]))
+    try:
+        build(request, Path(arguments[1]), arguments[2], lambda stage: print(f"stage {stage}", flush=True))
+    except (CompilerLLMError, IRError, KernelError) as error:
+        print("error " + json.dumps(str(error)), flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
