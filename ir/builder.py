@@ -98,13 +98,20 @@ class Builder:
         origin: Origin | None = None, **attrs: Attr,
     ) -> tuple[Value, ...]:  # fmt: skip
         """Add a node with any number of outputs; ``types`` are needed where the op does not infer them."""
-        inferred = lookup(op).infer(inputs, attrs)
+        return self.emit_node(op, inputs, attrs, types=types, name=name, origin=origin)
+
+    def emit_node(
+        self, op: str, inputs: Sequence[Value | None], attrs: Mapping[str, Attr], *,
+        types: Sequence[TensorType] | None = None, name: str | None = None, origin: Origin | None = None,
+    ) -> tuple[Value, ...]:  # fmt: skip
+        """``emit_many`` for operands and attributes that come as collections."""
+        inferred = lookup(op).infer(tuple(inputs), attrs)
         if inferred is None:
             if types is None:
                 raise InvalidGraph(f"{op} does not infer its types; give them")
             inferred = tuple(types)
         outputs = tuple(Value(self.fresh(name or op), t) for t in inferred)
-        self._nodes.append(Node(op, inputs, attrs, outputs, origin or self.origin))
+        self._nodes.append(Node(op, tuple(inputs), attrs, outputs, origin or self.origin))
         return outputs
 
     def append(self, node: Node) -> None:
