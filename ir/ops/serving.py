@@ -35,10 +35,13 @@ def _step_field(call: OpCall) -> tuple[TensorType, ...]:
     step(call)
     name = call.text("field")
     call.require(name in STEP_FIELDS, f"unknown field {name!r}; a step has {', '.join(STEP_FIELDS)}")
+    if "extent" in call.attrs:
+        return (STEP_FIELDS[name].with_shape(call.integer("extent")),)
     return (STEP_FIELDS[name],)
 
 
-define("step_field(step)", "one array of the step's metadata", _step_field, attrs="field")
+# extent: how many elements every step of the bucket has, where that is one number.
+define("step_field(step)", "one array of the step's metadata", _step_field, attrs="field, extent?")
 
 
 def _kv_write(call: OpCall) -> tuple[TensorType, ...]:

@@ -11,8 +11,8 @@ from compilerllm.kernels.reference.states import State, Step
 
 
 @reference("step_field")
-def step_field(step: Step, *, field: str) -> Tensor:
-    return step[field]
+def step_field(step: Step, *, field: str, extent: int | None = None) -> Tensor:
+    return step[field]  # the interpreter checks the extent against the result's type
 
 
 @reference("kv_write")
