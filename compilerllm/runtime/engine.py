@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
 
 from compilerllm.config import CacheConfig, SchedulerConfig
 from compilerllm.errors import KVCacheTooSmall
@@ -83,6 +84,7 @@ class InProcessEngine:
         self._running: tuple[Launch, Future[Sampled | None]] | None = None
         self._inbox: deque[Request | str] = deque()  # requests, and ids to abort
         self._open: set[str] = set()
+        self.last_stats = self.stats()  # as of the last step; safe to read from any thread
 
     def _describe(
         self, model: Executable, pool: BlockPool, longest: int, max_num_seqs: int, scheduler: SchedulerConfig
@@ -101,6 +103,11 @@ class InProcessEngine:
             max_open_requests=scheduler.max_open_requests,
             card={**self._facts.card, "KV blocks": blocks},
         )
+
+    @property
+    def health(self) -> Literal["ready"]:
+        """An engine in one's own process cannot die alone."""
+        return "ready"
 
     # -- the face's side ------------------------------------------------------------------------------------------
 
@@ -203,7 +210,8 @@ class InProcessEngine:
             deltas.append(_delta(seq))
             if seq.finish_reason is not None:
                 self._open.discard(seq.request_id)
-        return Batch(deltas=deltas, stats=self.stats())
+        self.last_stats = self.stats()
+        return Batch(deltas=deltas, stats=self.last_stats)
 
     def stats(self) -> Stats:
         """The present load and counters since the start."""

@@ -148,16 +148,20 @@ class FakeModel:
         self._slots = [
             [(0, 0)] * max_num_seqs for g in self.groups if g.addressing == "slot"
         ]  # (state, tokens seen)
-        n = max_num_seqs
+        ones, zeros = np.ones(max_num_seqs, np.float32), np.zeros(max_num_seqs, np.int64)
         self.tables = SamplingTables(
-            *(
-                np.zeros(n, np.float32),
-                np.zeros(n, np.int32),
-                np.zeros(n, np.float32),
-                np.zeros(n, np.float32),
-            ),
-            *(np.zeros(n, np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32)),
-            *(np.zeros(n, np.uint64), np.zeros(n, np.int64), np.full(n, -1, np.int32), None, None),
+            temperature=ones.copy(),
+            top_k=zeros.astype(np.int32),
+            top_p=ones.copy(),
+            min_p=ones.copy(),
+            repetition_penalty=ones.copy(),
+            presence_penalty=ones.copy(),
+            frequency_penalty=ones.copy(),
+            seed=zeros.astype(np.uint64),
+            draws=zeros,
+            last_token=zeros.astype(np.int32) - 1,
+            prompt_counts=None,
+            output_counts=None,
         )
         return self.tables
 
