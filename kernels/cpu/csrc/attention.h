@@ -13,7 +13,7 @@
 
 #include "gemm_amx.h"
 #include "kv_cache.h"
-#include "vec_math.h"
+#include "softmax.h"
 
 namespace cllm {
 
@@ -25,10 +25,6 @@ struct AttnParams {
   bool causal = true;
   const float* sinks = nullptr;  // [H]: a logit per head that only adds to the denominator
 };
-
-constexpr int kItemRows = 32;
-constexpr int kChunkBlocks = 8;
-constexpr int kChunkTokens = kChunkBlocks * kKvBlock;
 
 struct AttnItem {
   int s, head, heads;     // query heads head .. head + heads, all of one kv head
@@ -95,102 +91,30 @@ struct AttnState {
   }
 };
 
-// Sixteen or thirty-two probabilities to memory; P in bf16 is rounded half up, which costs half of what the exact
-// rounding does and is no worse for a probability.
-CLLM_INLINE void store_pair(float* p, f32x16 a, f32x16 b) {
-  store(p, a);
-  store(p + kLanes, b);
-}
-CLLM_INLINE void store_pair(bf16* p, f32x16 a, f32x16 b) {
-#if defined(__AVX512BW__)
-  const __m512i half = _mm512_set1_epi32(0x8000);
-  alignas(64) static const uint16_t high_halves[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                                       33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  const __m512i x = _mm512_add_epi32(bits(a).v, half), y = _mm512_add_epi32(bits(b).v, half);
-  _mm512_storeu_si512(p, _mm512_permutex2var_epi16(x, _mm512_load_si512(high_halves), y));
-#else
-  store(p, a);
-  store(p + kLanes, b);
-#endif
-}
-
-// 2^x for x <= 0: coarse (8e-5) and with few instructions where the result becomes bf16.
-template <class PT>
-CLLM_INLINE f32x16 probability(f32x16 x) {
-  if constexpr (std::is_same_v<PT, bf16>) {
-    const f32x16 magic = set1(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the integer part
-    x = vmax(set1(-126.0f), x);
-    const f32x16 t = x + magic, r = x - (t - magic);
-    const float c[] = {0.0551715843f, 0.242611116f, 0.693261001f, 0.999928074f};
-    return from_bits(bits(horner(r, c)) + shl(bits(t), 23));
-  } else {
-    return vexp2(x);
-  }
-}
-
-// One row's softmax over a chunk of n tokens (a multiple of 32): logits s to probabilities p, in place for float. Tokens
-// outside [first, last) are invisible. Returns the factor for what was summed before.
-template <class PT>
-CLLM_NOINLINE float softmax_row(float* s, PT* p, int n, int first, int last, float scale, float softcap, float* max,
-                                float* sum) {
-  constexpr float kLog2e = 1.44269504f;
-  constexpr float inf = __builtin_inff();
-  constexpr int kStep = 2 * kLanes;
-  float factor = scale * kLog2e;
-  if (softcap != 0.0f) {
-    for (int j = 0; j < n; j += kLanes) store(s + j, vtanh(load(s + j) * set1(scale / softcap)));
-    factor = softcap * kLog2e;
-  }
-  if (first >= last) {
-    for (int j = 0; j < n; j += kStep) store_pair(p + j, zero16(), zero16());
-    return 1.0f;
-  }
-  const int v0 = first / kStep * kStep, v1 = round_up(last, kStep);
-  const auto hide = [&](int j) {
-    store(s + j, select(first_lanes(last - j) & ~first_lanes(first - j), load(s + j), set1(-inf)));
-  };
-  if (first > v0) hide(v0), hide(v0 + kLanes);
-  if (last < v1) hide(v1 - kStep), hide(v1 - kLanes);
-  f32x16 top0 = set1(-inf), top1 = top0;
-  for (int j = v0; j < v1; j += kStep) {
-    top0 = vmax(load(s + j), top0);
-    top1 = vmax(load(s + j + kLanes), top1);
-  }
-  const float before = *max, chunk = reduce_max(vmax(top0, top1)) * factor, m = chunk > before ? chunk : before;
-  for (int j = 0; j < v0; j += kStep) store_pair(p + j, zero16(), zero16());
-  for (int j = v1; j < n; j += kStep) store_pair(p + j, zero16(), zero16());
-  f32x16 total0 = zero16(), total1 = zero16();
-  const f32x16 c = set1(factor), offset = set1(-m);
-  for (int j = v0; j < v1; j += kStep) {
-    const f32x16 a = probability<PT>(fma(load(s + j), c, offset)), b = probability<PT>(fma(load(s + j + kLanes), c, offset));
-    total0 = total0 + a;
-    total1 = total1 + b;
-    store_pair(p + j, a, b);
-  }
-  const float alpha = before == m ? 1.0f : before == -inf ? 0.0f : exp2f(before - m);
-  *sum = *sum * alpha + reduce_add(total0 + total1);
-  *max = m;
-  return alpha;
-}
-
 #if CLLM_AMX
-// c[rows][32] = p[rows][32 * blocks] times 32 columns of V: v[b] points at the columns' first token pair in block b.
+// c[rows][32] = p[rows][32 * blocks] (rows as far apart as those of s) times 32 columns of V: v[b] points at the columns' first token pair in block b.
 template <int MT>
 CLLM_NOINLINE void amx_pv(const bf16* p, const bf16* const* v, int blocks, int column, int Dp, float* c) {
   _tile_zero(0);
   _tile_zero(1);
   if (MT > 1) _tile_zero(2);
   if (MT > 1) _tile_zero(3);
-  const size_t pair_bytes = size_t(Dp) * 4, p_bytes = kChunkTokens * 2;
+  const size_t pair_bytes = size_t(Dp) * 4, p_bytes = kChunkTokens * 4;
   for (int b = 0; b < blocks; b++) {
     const bf16* vb = v[b] + column * 2;
+    if (b + 1 < blocks)
+      for (int i = 0; i < 16; i++) {
+        const bf16* next = v[b + 1] + column * 2 + size_t(i) * 2 * Dp;
+        __builtin_prefetch(next);
+        __builtin_prefetch(next + 32);
+      }
     _tile_loadd(6, vb, pair_bytes);
     _tile_loadd(7, vb + 32, pair_bytes);
     _tile_loadd(4, p + b * kKvBlock, p_bytes);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (MT > 1) {
-      _tile_loadd(5, p + 16 * kChunkTokens + b * kKvBlock, p_bytes);
+      _tile_loadd(5, p + 32 * kChunkTokens + b * kKvBlock, p_bytes);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -237,22 +161,17 @@ struct AttnWorker {
   const void* kv;
   int Dp;
   QT* q;             // [32][Dp]
-  float* s;          // [32][kChunkTokens]
-  QT* probabilities;  // the same shape; s itself unless amx
+  float* s;          // [32][kChunkTokens]: scores, then probabilities in place
   XT* v_tail;        // one head's V of one block
 
   AttnWorker(Team& team, const AttnParams& params, const AttnMeta& m, const void* cache)
       : p(params), meta(m), kv(cache), Dp(kv_dim<XT>(params.D)) {
     const size_t tokens = size_t(kItemRows) * kChunkTokens;
     const size_t q_bytes = size_t(kItemRows) * Dp * sizeof(QT), tail_bytes = size_t(kKvBlock) * Dp * sizeof(XT);
-    char* at = team.scratch<char>(3, tokens * 6 + q_bytes + tail_bytes);
+    char* at = team.scratch<char>(3, tokens * 4 + q_bytes + tail_bytes);
     s = (float*)at;
     q = (QT*)(at + tokens * 4);
     v_tail = (XT*)(at + tokens * 4 + q_bytes);
-    if constexpr (amx)
-      probabilities = (QT*)(at + tokens * 4 + q_bytes + tail_bytes);
-    else
-      probabilities = s;
   }
 
   void load_queries(const AttnItem& it, const XT* x, int ldx) {
@@ -301,9 +220,14 @@ struct AttnWorker {
         const int id = meta.block_tables[size_t(it.s) * meta.max_blocks + c0 + b];
         auto block = kv_block<XT>(kv, id, p.Hk, p.D);
         v[b] = values(block, kvh, it.context - (c0 + b) * kKvBlock);
+        if (b + 1 < blocks) {  // K comes from L2 at best, and tile loads wait for it
+          const int after = meta.block_tables[size_t(it.s) * meta.max_blocks + c0 + b + 1];
+          const char* next = (const char*)kv_block<XT>(kv, after, p.Hk, p.D).k_head(kvh);
+          for (int i = 0; i < int(kKvBlock * Dp * sizeof(XT)); i += 64) __builtin_prefetch(next + i);
+        }
         scores(rows, block.k_head(kvh), s + b * kKvBlock);
       }
-      float alpha[kItemRows];
+      RowSpan spans[kItemRows];
       const int start = c0 * kKvBlock, n = blocks * kKvBlock;
       for (int r = 0; r < rows; r++) {
         const int position = it.position + r / it.heads;
@@ -314,10 +238,10 @@ struct AttnWorker {
         }
         first = max_int(0, first - start);
         last = max_int(0, min_int(min_int(last, it.context) - start, n));
-        if (first > last) first = last;
-        alpha[r] = softmax_row(s + r * kChunkTokens, probabilities + r * kChunkTokens, n, first, last, p.scale, p.softcap,
-                               state.max + r, state.sum + r);
+        spans[r] = {first, last};
       }
+      alignas(64) float alpha[kItemRows];
+      softmax_chunk<QT>(s, rows, n, spans, p.scale, p.softcap, state.max, state.sum, alpha);
       accumulate(rows, v, blocks, alpha, state.out);
     }
   }
@@ -353,9 +277,9 @@ struct AttnWorker {
       alignas(64) float c[32 * 32];
       for (int d = 0; d < Dp; d += 32) {
         if (rows > 16)
-          amx_pv<2>(probabilities, v, blocks, d, Dp, c);
+          amx_pv<2>((const bf16*)s, v, blocks, d, Dp, c);
         else
-          amx_pv<1>(probabilities, v, blocks, d, Dp, c);
+          amx_pv<1>((const bf16*)s, v, blocks, d, Dp, c);
         for (int r = 0; r < rows; r++) {
           float* to = out + size_t(r) * Dp + d;
           store(to, fma(load(to), set1(alpha[r]), load(c + 32 * r)));
@@ -371,7 +295,7 @@ struct AttnWorker {
       alignas(64) float spare[kLanes];  // where the repeated rows of a last group go
       for (int r0 = 0; r0 < rows; r0 += kFmaRows) {
         const float* pr[kFmaRows];
-        for (int r = 0; r < kFmaRows; r++) pr[r] = probabilities + size_t(min_int(r0 + r, rows - 1)) * kChunkTokens;
+        for (int r = 0; r < kFmaRows; r++) pr[r] = s + size_t(min_int(r0 + r, rows - 1)) * kChunkTokens;
         for (int d = 0; d < Dp; d += kLanes) {
           float* to[kFmaRows];
           for (int r = 0; r < kFmaRows; r++) to[r] = r0 + r < rows ? out + size_t(r0 + r) * Dp : spare - d;
