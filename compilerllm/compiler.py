@@ -23,7 +23,7 @@ from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket
 
 # What a build goes through, with the share of its time each usually takes, for the progress bar.
-STAGES = {"resolve": 0.25, "capture": 0.2, "passes": 0.05, "generate": 0.02, "compile": 0.45, "save": 0.03}
+STAGES = {"resolve": 0.3, "capture": 0.25, "passes": 0.05, "generate": 0.05, "compile": 0.2, "save": 0.15}
 OnStage = Callable[[str], None]
 
 
@@ -142,6 +142,7 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
     from compilerllm.kernels.cpu.emit import emit_program
     from compilerllm.kernels.cpu.select import select_layouts
     from compilerllm.kernels.cpu.target import find_target
+    from compilerllm.ir.recipe import print_recipe
     from compilerllm.ir.text import print_module
     from compilerllm.passes.pipeline import Options, run_pipeline
 
@@ -157,17 +158,18 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
             on_stage(name)
 
     stage("resolve")
-    from compilerllm.models.prepare import prepare
+    from compilerllm.models.model import capture_checkpoint
+    from compilerllm.models.resolve import resolve
+    from compilerllm.models.tokenizer import export_tokenizer
 
     target = find_target(request.target)
-    prepared = prepare(str(place), dtype=request.dtype, weights=request.weights, load_format=request.load_format)
+    checkpoint = resolve(str(place), dtype=request.dtype, load_format=request.load_format)
     stage("capture")
-    module = prepared.capture()
+    captured = capture_checkpoint(checkpoint, keep_packed=request.weights != "dense")
     stage("passes")
-    module, reports = run_pipeline(module, Options(level=max(1, request.level) if request.level else 0, target=target.name))
+    module, reports = run_pipeline(captured.module, Options(level=request.level, target=target.name))
     buckets = make_buckets(request.max_num_seqs, request.max_num_batched_tokens)
     with building(key) as folder:
-        (folder / "final.ir").write_text(print_module(module, origins=True))
         manifest: dict[str, Any] = {}
         if request.level > 0:
             stage("generate")
@@ -183,14 +185,18 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
             stage("save")
             manifest["program"] = None
         (folder / "module.ir").write_text(print_module(module, origins=True))
-        prepared.save_text(folder / "tokenizer")
-        limit = prepared.facts.max_positions
+        facts = captured.facts
+        has_tokenizer = export_tokenizer(checkpoint, folder / "tokenizer")
         manifest |= {
             "format": FORMAT, "version": __version__, "key": key, "target": target.name, "level": request.level,
-            "facts": prepared.facts.to_json(), "source": prepared.source.to_json(), "library": "program.so",
-            "vocab_size": prepared.facts.vocab_size, "max_model_len": min(request.max_model_len or limit, limit),
+            "facts": facts.to_json(), "source": captured.weights.to_json() | {"path": ""}, "library": "program.so",
+            "tokenizer": has_tokenizer, "vocab_size": facts.vocab_size,
+            "max_model_len": min(request.max_model_len or facts.max_positions, facts.max_positions),
             "buckets": [dataclasses.asdict(b) for b in buckets],
-            "parameters": prepared.parameters(module),
+            "parameters": [
+                {"name": p.name, "dtype": p.type.dtype, "shape": list(p.type.shape), "recipe": print_recipe(p.recipe)}
+                for p in captured.names.bind_all(module)
+            ],
             "passes": [
                 {"pass": r.name, "function": r.function, "matches": r.matches, "seconds": round(r.seconds, 6),
                  "near_misses": [str(m) for m in r.near_misses], "counts": r.counts}

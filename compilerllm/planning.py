@@ -25,13 +25,30 @@ def alias_table(module: Module) -> dict[Value, Value]:
 
 
 def plan_program(module: Module, program: Program, bucket: Bucket, aliases: dict[Value, Value]) -> dict[str, Any]:
-    """The manifest's plan of one bucket: arena bytes, an offset for each of the program's slots, its scratch after them."""
+    """The manifest's plan of one bucket: arena bytes, an offset for each of the program's slots, its scratch after them.
+
+    A layer function's frame has one place for all its calls: behind whatever ``main`` keeps alive at any of them.
+    """
     plan = plan_memory(module, bucket, aliases)
+    main = plan.frames["main"]
+    base = {"main": 0}
+    end = main.bytes
+    for call, start in main.call_base.items():
+        base[call.fn] = max(base.get(call.fn, 0), start)
+    for function, start in base.items():
+        end = max(end, start + plan.frames[function].bytes)
     dims = bucket_dims(bucket)
-    end = aligned(plan.total_bytes)
-    scratch = []
-    for size in program.scratch:
-        scratch.append(end)
+    end = aligned(end)
+
+    def reserve(size: Dim) -> int:
+        nonlocal end
+        start = end
         end += aligned(int(substitute(size, dims)))
-    offsets = [plan.offset(function, value) for function, value in program.slots]
+        return start
+
+    offsets = []
+    for function, value in program.slots:
+        slot = plan.frames[function].slots.get(value)
+        offsets.append(reserve(value.tensor.nbytes) if slot is None else base[function] + slot.offset)
+    scratch = [reserve(size) for size in program.scratch]
     return {"arena_bytes": end, "offsets": offsets, "scratch": scratch}

@@ -102,6 +102,7 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self._arrays: dict[str, tuple[int, int, int]] = {}  # key -> element type, count, offset
+        self.header_end = 0
         try:
             self._parse()
         except (struct.error, UnicodeDecodeError, IndexError) as error:
@@ -120,6 +121,10 @@ class GgufFile:
             value, at = self._value(kind, at)
             values.append(value)
         return values
+
+    def header(self) -> bytes:
+        """Everything before the weights: metadata, vocabulary, tensor names, types and shapes."""
+        return bytes(self.data[: self.header_end])
 
     def _parse(self) -> None:
         version, tensor_count, key_count = struct.unpack_from("<IQQ", self.data, 4)
@@ -172,6 +177,7 @@ class GgufFile:
             at += 16 + 8 * rank
             found.append((name, shape[::-1], kind, offset))
         alignment = int(self.metadata.get("general.alignment", 32))
+        self.header_end = at
         start = (at + alignment - 1) // alignment * alignment
         for name, shape, kind, offset in found:
             if kind not in GGML_TYPES:
