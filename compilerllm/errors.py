@@ -30,6 +30,10 @@ class EngineDead(CompilerLLMError):
     """The engine process ended while requests were open. They are answered with this; the engine restarts."""
 
 
+class GenerationFailed(CompilerLLMError):
+    """The engine ended a request with an error; the message says which."""
+
+
 class QueueFull(CompilerLLMError):
     """More requests wait than ``--max-num-waiting`` allows."""
 

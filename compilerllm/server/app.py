@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from compilerllm import __version__
 from compilerllm.errors import InvalidParameter
+from compilerllm.runtime.client import EngineClient
 from compilerllm.server import metrics as metrics_module
 from compilerllm.server.auth import RequireKey
 from compilerllm.server.config import ServerConfig
@@ -32,9 +33,6 @@ from compilerllm.text.chat import render_chat
 from compilerllm.text.prompts import encode_prompt, fit_params
 from compilerllm.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from compilerllm.runtime.client import EngineClient
-
 _MAX_SEQUENCES = 1024  # prompts times n of one request
 
 Planner = Callable[[bytes], tuple[Any, Plan]]  # body -> what was asked, ready to run
@@ -43,12 +41,12 @@ Planner = Callable[[bytes], tuple[Any, Plan]]  # body -> what was asked, ready t
 class Service:
     """What the routes share: engine, tokenizer, limits, metrics."""
 
-    def __init__(self, client: "EngineClient", tokenizer: Tokenizer, config: ServerConfig) -> None:
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, config: ServerConfig, model: str) -> None:
         self.client, self.tokenizer, self.config = client, tokenizer, config
-        self.model = client.ready.model
+        self.model = model
         self.created = int(time.time())
         self.streams = EngineStreams(client)
-        self.metrics = metrics_module.Metrics(self.streams, client.ready)
+        self.metrics = metrics_module.Metrics(self.streams, client.ready, model)
         self._defaults = sampling_defaults(tokenizer.generation_config)
         # Own threads, and few: tokenization must neither block the loop nor take the cores from the engine.
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
@@ -177,9 +175,9 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def build_app(client: "EngineClient", tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """The ASGI application over an engine that is ready. It closes nothing: the engine is its caller's."""
-    service = Service(client, tokenizer, config)
+def build_app(client: EngineClient, tokenizer: Tokenizer, config: ServerConfig, model: str) -> FastAPI:
+    """The ASGI application over an engine that is ready, which stays its caller's. ``model`` is the API's name for it."""
+    service = Service(client, tokenizer, config, model)
     app = FastAPI(title="compilerllm", version=__version__, lifespan=service.lifespan, redirect_slashes=False)
     app.state.service = service
     install_error_handlers(app)

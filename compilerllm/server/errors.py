@@ -14,6 +14,7 @@ from compilerllm.errors import (
     CompilerLLMError,
     ContextLengthExceeded,
     EngineDead,
+    GenerationFailed,
     InvalidParameter,
     QueueFull,
 )
@@ -54,10 +55,6 @@ class ModelNotFound(InvalidParameter):
         super().__init__(
             f"The model {asked!r:.200} does not exist here; this server has {served!r}.", "model"
         )
-
-
-class GenerationFailed(CompilerLLMError):
-    """The engine ended a request with an error."""
 
 
 @dataclass(frozen=True)

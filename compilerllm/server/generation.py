@@ -4,9 +4,9 @@ import time
 import uuid
 from dataclasses import dataclass
 
+from compilerllm.errors import GenerationFailed
 from compilerllm.runtime.messages import Delta, Request
 from compilerllm.sampling_params import SamplingParams
-from compilerllm.server.errors import GenerationFailed
 from compilerllm.server.metrics import Metrics
 from compilerllm.server.streams import EngineStreams, Feed
 from compilerllm.text.output import SequenceText, TextDelta, compile_stops

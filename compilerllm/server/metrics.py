@@ -60,8 +60,8 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 class _EngineCollector(Collector):
     """What the engine counts itself, read at each scrape."""
 
-    def __init__(self, streams: EngineStreams, ready: Ready) -> None:
-        self._streams, self._ready = streams, ready
+    def __init__(self, streams: EngineStreams, ready: Ready, model: str) -> None:
+        self._streams, self._ready, self._model = streams, ready, model
 
     def collect(self) -> Iterator[Metric]:
         stats, ready = self._streams.stats, self._ready
@@ -87,28 +87,28 @@ class _EngineCollector(Collector):
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([ready.model], value)
+            gauge.add_metric([self._model], value)
             yield gauge
         for name, (text, value) in counters.items():
             counter = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([ready.model], value)
+            counter.add_metric([self._model], value)
             yield counter
         info = GaugeMetricFamily(
             _PREFIX + "cache_config_info",
             "The KV cache.",
             labels=["model_name", "block_size", "num_gpu_blocks"],
         )
-        info.add_metric([ready.model, str(ready.block_size), str(ready.blocks_total)], 1)
+        info.add_metric([self._model, str(ready.block_size), str(ready.blocks_total)], 1)
         yield info
 
 
 class Metrics:
     """What the server observes of each request. One registry an app, so that tests can have several."""
 
-    def __init__(self, streams: EngineStreams, ready: Ready) -> None:
+    def __init__(self, streams: EngineStreams, ready: Ready, model: str) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_EngineCollector(streams, ready))
-        self._model = ready.model
+        self.registry.register(_EngineCollector(streams, ready, model))
+        self._model = model
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Arrival to first token.", _SECONDS
         )

@@ -3,13 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 from compilerllm.errors import EngineDead
+from compilerllm.runtime.client import EngineClient
 from compilerllm.runtime.messages import Batch, Delta, Request, Stats
-
-if TYPE_CHECKING:
-    from compilerllm.runtime.client import EngineClient
 
 log = logging.getLogger("compilerllm.server")
 
@@ -66,7 +63,7 @@ class Feed:
 class EngineStreams:
     """The engine, shared by all API requests of this process."""
 
-    def __init__(self, client: "EngineClient") -> None:
+    def __init__(self, client: EngineClient) -> None:
         self.client = client
         self.stats = Stats()
         self._feeds: dict[str, Feed] = {}
@@ -84,7 +81,7 @@ class EngineStreams:
     @property
     def alive(self) -> bool:
         """Whether requests can be served now."""
-        return self._task is not None and not self._task.done() and self.client.alive
+        return self._task is not None and not self._task.done() and self.client.health == "ready"
 
     @property
     def num_open(self) -> int:
@@ -117,8 +114,9 @@ class EngineStreams:
                     self._deliver(message)
                 else:
                     self.stats = message
-        except asyncio.CancelledError:
-            raise
+        except EngineDead as error:
+            log.error("%s", error)
+            self._fail_all(str(error))
         except Exception as error:
             log.exception("the engine's stream broke")
             self._fail_all(f"the engine failed: {error}")

@@ -50,7 +50,7 @@ class Live:
 @contextmanager
 def serve(tokenizer: Tokenizer, config: ServerConfig, engine: FakeEngine) -> Iterator[Live]:
     listener = bind(config)
-    server = make_server(build_app(engine, tokenizer, config), config)
+    server = make_server(build_app(engine, tokenizer, config, "fake"), config)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
     url = address_of(listener)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from compilerllm.errors import EngineDead
 from compilerllm.runtime.admission import Limits
+from compilerllm.runtime.client import Health
 from compilerllm.runtime.messages import Batch, Delta, Ready, Request, Stats, TokenLogprobs
 
 
@@ -19,7 +20,7 @@ class FakeEngine:
     max_open_requests: int | None = None
     step_seconds: float = 0.0
     per_step: int = 1
-    alive: bool = True
+    health: Health = "ready"
     aborted: list[str] = field(default_factory=list)
     seen: list[Request] = field(default_factory=list)
     _open: dict[str, tuple[Request, int]] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class FakeEngine:
         return len(self._open)
 
     def submit(self, request: Request) -> None:
-        if not self.alive:
+        if self.health != "ready":
             raise EngineDead("dead")
         self._limits.check(request, len(self._open))
         self.seen.append(request)
@@ -59,16 +60,16 @@ class FakeEngine:
         self._dying = True
 
     def revive(self) -> None:
-        self._dying, self.alive = False, True
+        self._dying, self.health = False, "ready"
 
     def close(self) -> None:
-        self.alive = False
+        self.health = "dead"
 
     async def stream(self) -> AsyncIterator[Batch | Stats]:
         while True:
             await asyncio.sleep(self.step_seconds or (0 if self._open else 0.001))
-            if self._dying and self.alive:
-                self.alive = False
+            if self._dying and self.health == "ready":
+                self.health = "restarting"
                 failed, self._open = list(self._open), {}
                 yield Batch(
                     deltas=[

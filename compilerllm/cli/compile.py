@@ -1,0 +1,35 @@
+"""Build a model's artifact ahead of time, so that serving it only loads. Prints where it is and what took how long.
+
+compilerllm compile model.gguf --optimization-level 2
+"""
+
+import argparse
+
+from compilerllm.cli.flags import add_engine_flags, read_engine_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="A folder, a hub id or a .gguf file.")
+    add_engine_flags(parser, ("served_model_name",))
+
+
+def run(args: argparse.Namespace) -> int:
+    from compilerllm.artifact import read_manifest
+    from compilerllm.cli.terminal import compile_progress, print_card
+    from compilerllm.loading import find_artifact
+
+    with compile_progress() as on_stage:
+        found = find_artifact(read_engine_config(args), on_stage)
+    manifest = read_manifest(found.path) or {}
+    stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in manifest.get("seconds", {}).items())
+    print_card(
+        {
+            "artifact": str(found.path),
+            "target": str(manifest.get("target")),
+            "compile": f"found in the cache ({found.seconds:.1f} s)"
+            if found.hit
+            else f"{found.seconds:.1f} s",
+            "stages": stages,
+        }
+    )
+    return 0

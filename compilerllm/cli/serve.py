@@ -1,0 +1,66 @@
+"""Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and /health,
+/metrics, /version. Where the cache has no artifact for the model, it is compiled first.
+
+    compilerllm serve                                the demo model on 127.0.0.1:8000
+    compilerllm serve model.gguf --port 9000         a GGUF file
+    compilerllm serve org/name --max-model-len 4096  a model of the hub
+"""
+
+import argparse
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from compilerllm.cli.flags import add_config, add_engine_flags, read_config, read_engine_config
+from compilerllm.server.config import ServerConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="A folder, a hub id or a .gguf file; by default the demo's."
+    )
+    add_config(parser, "server", ServerConfig)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    from compilerllm.server.run import bind, exit_on_sigterm
+
+    server = read_config(args, ServerConfig)
+    config = read_engine_config(args)
+    with bind(server) as listener:  # before the compile: a port in use is told at once
+        exit_on_sigterm()
+        _serve(config, server, listener)
+    return 0
+
+
+def _serve(config: Any, server: ServerConfig, listener: Any) -> None:
+    from compilerllm.cli.terminal import compile_progress, print_card
+    from compilerllm.loading import find_artifact, tokenizer_dir
+    from compilerllm.runtime.client import ProcessEngine
+    from compilerllm.server.run import address_of, run
+
+    with compile_progress() as on_stage:
+        found = find_artifact(config, on_stage)
+    engine = ProcessEngine(config)
+    try:
+        with ThreadPoolExecutor(1) as thread:  # while the engine loads the weights
+            face = thread.submit(_load_face, tokenizer_dir(found.path))
+            ready = engine.start()
+            build_app, tokenizer = face.result()
+        card = dict(ready.card)
+        if not found.hit:
+            card["compile"] = f"{found.seconds:.1f} s"
+        print_card({**card, "listening": address_of(listener) + "/v1"})
+        run(build_app(engine, tokenizer, server, config.model.display_name), listener, server)
+    finally:
+        engine.close()
+
+
+def _load_face(folder: Path) -> Any:
+    from compilerllm.server.app import build_app
+    from compilerllm.text.tokenizer import Tokenizer
+
+    return build_app, Tokenizer(folder)

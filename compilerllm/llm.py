@@ -1,0 +1,296 @@
+"""``LLM``: a model in this process, for scripts.
+
+>>> llm = LLM(model="SmolLM2-135M-Instruct.Q4_1.gguf")
+>>> llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+from compilerllm.config import EngineConfig
+from compilerllm.errors import GenerationFailed, InvalidParameter
+from compilerllm.outputs import CompletionOutput, RequestOutput, read_logprobs
+from compilerllm.runtime.messages import Batch, Ready, Request
+from compilerllm.sampling_params import SamplingParams
+from compilerllm.text.chat import render_chat
+from compilerllm.text.output import SequenceText, TextDelta, compile_stops
+from compilerllm.text.prompts import Prompt, encode_prompt, split_params
+from compilerllm.text.tokenizer import Tokenizer
+
+
+class Engine(Protocol):
+    """What ``LLM`` needs of ``runtime.engine.InProcessEngine``."""
+
+    @property
+    def ready(self) -> Ready: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    def step(self) -> Batch: ...
+
+    def has_unfinished(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Running:
+    """One sequence while it is generated."""
+
+    request: RequestOutput
+    output: CompletionOutput
+    text: SequenceText
+
+
+class LLM:
+    """Loads (and where the cache misses, compiles) a model and generates with it.
+
+    ``model`` is a folder, a hub id or a .gguf file; further keywords are the fields of ``config.ModelConfig``,
+    ``CacheConfig`` and ``SchedulerConfig``: dtype, optimization_level, max_model_len, kv_cache_bytes, num_blocks,
+    enable_prefix_caching, max_num_seqs ... Not to be called from several threads at once. ``close`` frees the model; a
+    ``with`` statement does so by itself.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        from compilerllm.loading import find_artifact, load_engine_model, tokenizer_dir
+        from compilerllm.runtime.engine import InProcessEngine
+
+        config = EngineConfig.create(model=model, **options)
+        loaded, facts = load_engine_model(config)
+        tokenizer = Tokenizer(tokenizer_dir(find_artifact(config).path))
+        longest = config.model.max_model_len
+        engine = InProcessEngine(loaded, config.scheduler, config.cache, max_model_len=longest, facts=facts)
+        self._begin(engine, tokenizer)
+
+    def _begin(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self._engine, self.tokenizer = engine, tokenizer
+        self._count = 0
+
+    @classmethod
+    def over(cls, engine: Engine, tokenizer: Tokenizer) -> "LLM":
+        """An ``LLM`` over an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm._begin(engine, tokenizer)
+        return llm
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens."""
+        return self._engine.ready.max_model_len
+
+    @property
+    def card(self) -> dict[str, str]:
+        """Label and text of what was loaded."""
+        return self._engine.ready.card
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts; the outputs are in their order.
+
+        A prompt is a text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids; ``prompts`` is one or a list of
+        them. ``sampling_params`` is one for all or one for each. Where ``max_tokens`` does not fit the context, the
+        output ends with finish reason "length" at its end. A progress bar is shown on a terminal only.
+
+        Raises ``InvalidParameter`` for a prompt or parameter that cannot be served, before any is run, and
+        ``GenerationFailed`` if the model fails.
+        """
+        listed = prompts if isinstance(prompts, list) and not _is_token_ids(prompts) else [prompts]
+        return self._generate(
+            [encode_prompt(self.tokenizer, p) for p in listed], sampling_params, use_progress
+        )
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_progress: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (a list of {role, content}) or a list of them, through the model's chat template."""
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **template_variables,
+        }
+        return self._generate(
+            [self._encode_chat(c, options) for c in conversations], sampling_params, use_progress
+        )
+
+    def stream_chat(
+        self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """The answer to one conversation, piece by piece. Closing the iterator ends the generation."""
+        yield from self._stream(self._encode_chat(messages, {}), sampling_params)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The continuation of one prompt, piece by piece. Closing the iterator ends the generation."""
+        yield from self._stream(encode_prompt(self.tokenizer, prompt), sampling_params)
+
+    def _stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Iterator[str]:
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise InvalidParameter("a stream has one output: n must be 1", "n")
+        for _, new in self._run([prompt], [params], []):
+            if new.text:
+                yield new.text
+
+    def _encode_chat(self, messages: Any, options: dict[str, Any]) -> Prompt:
+        text = render_chat(self.tokenizer, self._engine.ready.model, messages, **options)
+        return encode_prompt(self.tokenizer, text, add_special_tokens=False, param="messages")
+
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        use_progress: bool,
+    ) -> list[RequestOutput]:
+        params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given or [])
+        params = params if given is not None else [SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            message = f"{len(prompts)} prompts but {len(params)} sampling parameters: give one for all, or one for each"
+            raise InvalidParameter(message, "sampling_params")
+        outputs: list[RequestOutput] = []
+        with _progress(use_progress, sum(p.n for p in params)) as progress:
+            for _, new in self._run(prompts, params, outputs):
+                progress.advance(len(new.token_ids), new.finish_reason is not None)
+        return outputs
+
+    def _run(
+        self, prompts: list[Prompt], params: list[SamplingParams], outputs: list[RequestOutput]
+    ) -> Iterator[tuple[CompletionOutput, TextDelta]]:
+        """Generate, filling ``outputs``; yields each addition. However it is left, the engine holds nothing of it."""
+        running: dict[str, _Running] = {}
+        try:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                outputs.append(self._submit(prompt, wanted, running))
+            while running:
+                for delta in self._engine.step().deltas:
+                    sequence = running.get(delta.request_id)
+                    if sequence is None:
+                        continue  # ended by a stop string meanwhile
+                    if delta.finish_reason == "error":
+                        del running[delta.request_id]
+                        raise GenerationFailed(delta.error or "the model failed")
+                    sequence.request.num_cached_tokens += delta.num_cached_tokens
+                    new = sequence.text.add(delta)
+                    self._extend(sequence.output, new)
+                    if new.finish_reason is not None:
+                        del running[delta.request_id]
+                        if delta.finish_reason is None:
+                            self._engine.abort([delta.request_id])
+                    yield sequence.output, new
+        finally:
+            if running:
+                self._engine.abort(list(running))
+            while self._engine.has_unfinished():
+                self._engine.step()
+        for output in outputs:
+            output.finished = True
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, running: dict[str, _Running]) -> RequestOutput:
+        self._count += 1
+        request = RequestOutput(str(self._count), prompt.text, prompt.token_ids, [])
+        stops, eos = compile_stops(params), self.tokenizer.eos_token_ids
+        for i, one in enumerate(split_params(params)):
+            request_id = f"{request.request_id}-{i}"
+            output = CompletionOutput(i)
+            if params.logprobs is not None:
+                output.logprobs, output.cumulative_logprob = [], 0.0
+            request.outputs.append(output)
+            self._engine.submit(
+                Request(
+                    request_id=request_id,
+                    prompt_token_ids=prompt.token_ids,
+                    params=one,
+                    arrival_time=time.monotonic(),
+                    eos_token_ids=eos,
+                )
+            )
+            running[request_id] = _Running(
+                request, output, SequenceText(self.tokenizer, one, prompt.token_ids, eos, stops)
+            )
+        return request
+
+    def _extend(self, output: CompletionOutput, new: TextDelta) -> None:
+        output.text += new.text
+        output.token_ids += new.token_ids
+        output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
+        if new.logprobs is None or output.logprobs is None or output.cumulative_logprob is None:
+            return
+        for token_id, at in zip(new.token_ids, new.logprobs, strict=True):
+            names = {i: self.tokenizer.token_text(i) for i in (token_id, *at.top_ids)}
+            output.logprobs.append(read_logprobs(token_id, at, names))
+            output.cumulative_logprob += at.chosen
+
+
+def _is_token_ids(prompts: list[Any]) -> bool:
+    return bool(prompts) and isinstance(prompts[0], int)
+
+
+class _Silent:
+    def advance(self, tokens: int, finished: bool) -> None:
+        pass
+
+
+class _Bar:
+    """Sequences done and tokens a second, on stderr."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]:.0f} tokens/s"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=total, speed=0.0)
+        self._tokens, self._start = 0, time.monotonic()
+
+    def __enter__(self) -> "_Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self, tokens: int, finished: bool) -> None:
+        self._tokens += tokens
+        if finished:
+            speed = self._tokens / (time.monotonic() - self._start)
+            self._progress.update(self._task, advance=1, speed=speed)
+
+
+def _progress(wanted: bool, total: int) -> AbstractContextManager[_Bar | _Silent]:
+    return _Bar(total) if wanted and sys.stderr.isatty() else nullcontext(_Silent())
