@@ -7,13 +7,13 @@ and a killed one leave whole artifacts only.
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from compilerllm.environment import cache_dir
 from compilerllm.errors import CompilerLLMError
 
 MANIFEST = "manifest.json"
@@ -26,11 +26,6 @@ class ArtifactInvalid(CompilerLLMError):
 
 class CacheUnusable(CompilerLLMError):
     """The artifact cache cannot be written."""
-
-
-def cache_dir() -> Path:
-    """``COMPILERLLM_CACHE_DIR``, or ``~/.cache/compilerllm``."""
-    return Path(os.environ.get("COMPILERLLM_CACHE_DIR") or Path.home() / ".cache" / "compilerllm")
 
 
 def artifact_path(key: str) -> Path:

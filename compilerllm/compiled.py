@@ -4,7 +4,6 @@ No compiler is imported here: an artifact's library and manifest, and the checkp
 """
 
 import ctypes as C
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from compilerllm.artifact import ArtifactInvalid, read_manifest
+from compilerllm.environment import num_threads
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket, Float32, Sampled, SampleRows, SamplingTables, StateGroup, StepInputs
 from compilerllm.kernels.errors import ArtifactError
@@ -27,16 +27,6 @@ BLOCK_SIZE = 32  # tokens; the CPU kernels' cache layout
 
 class StepTooLarge(CompilerLLMError):
     """A step that no bucket of the artifact holds."""
-
-
-def default_threads() -> int:
-    """Threads of a step: the cores this process may use, or ``COMPILERLLM_NUM_THREADS``."""
-    given = os.environ.get("COMPILERLLM_NUM_THREADS")
-    if given is not None:
-        if not given.isdigit() or not 1 <= int(given) <= 256:
-            raise CompilerLLMError(f"COMPILERLLM_NUM_THREADS must be a whole number from 1 to 256, but is {given!r}")
-        return int(given)
-    return len(os.sched_getaffinity(0))
 
 
 class CompiledModel:
@@ -71,7 +61,7 @@ class CompiledModel:
         manifest = read_manifest(folder)
         if manifest is None:
             raise ArtifactInvalid(f"{folder} holds no finished artifact. Build it with `compilerllm compile`.")
-        model = CompiledModel(folder, manifest, threads or default_threads())
+        model = CompiledModel(folder, manifest, threads or num_threads())
         specs = [ParameterSpec.parse(p["name"], p["dtype"], p["shape"], p["recipe"]) for p in manifest["parameters"]]
         model.weights, model._addresses = load_parameters(  # type: ignore[assignment]
             specs, lambda recipe: execute(recipe, source), model.library, on_progress

@@ -23,7 +23,13 @@ COMPILERS = ("triton", "sympy", "transformers", "torch._dynamo", "torch._inducto
 
 # The arrows. A module belongs to the longest key that is it or holds it, and may import only what is listed there,
 # its own unit included. ``compilerllm.kernels!`` stands for that module alone, without what it holds.
-FACTS = ("compilerllm!", "compilerllm.errors", "compilerllm.config", "compilerllm.sampling_params")
+FACTS = (
+    "compilerllm!",
+    "compilerllm.config",
+    "compilerllm.environment",
+    "compilerllm.errors",
+    "compilerllm.sampling_params",
+)
 SERVABLE_IR = ("compilerllm.ir.step", "compilerllm.ir.recipe", "compilerllm.ir.errors")
 LAUNCH = ("compilerllm.kernels.launch", "compilerllm.kernels.errors")
 SERVING = (
@@ -61,12 +67,21 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "compilerllm.errors": (),
     "compilerllm.config": FACTS,
+    "compilerllm.environment": FACTS,
     "compilerllm.sampling_params": FACTS,
     "compilerllm.artifact": SERVING,
     "compilerllm.checkpoint": SERVING,
     "compilerllm.compiled": SERVING,
     # It asks for the artifact by the compiler's face, which builds in a child process.
-    "compilerllm.loading": (*SERVING, "compilerllm.compiler", "compilerllm.loading"),
+    "compilerllm.loading": (
+        *SERVING,
+        "compilerllm.compiler",
+        "compilerllm.loading",
+        "compilerllm.runtime.memory",
+        "compilerllm.runtime.messages",
+        "compilerllm.kernels.reference",  # level 0
+        "compilerllm.ir.text",
+    ),
     "compilerllm.runtime": RUNTIME,
     "compilerllm.runtime.messages": FACTS,
     "compilerllm.text": (*FACTS, "compilerllm.runtime.messages", "compilerllm.text"),
@@ -83,6 +98,7 @@ SERVE_TIME = (
     "compilerllm.checkpoint",
     "compilerllm.compiled",
     "compilerllm.config",
+    "compilerllm.environment",
     "compilerllm.errors",
     *SERVABLE_IR,
     *LAUNCH,
