@@ -50,6 +50,7 @@ class _Canonicaliser(Rewriter):
         super().__init__(graph, by="canonicalise")
         self.report = report
         self.made_by: dict[Value, Node] = {}
+        self.hint: str | None = None  # the name of what is being replaced
 
     def append(self, node: Node) -> None:
         super().append(node)
@@ -59,7 +60,7 @@ class _Canonicaliser(Rewriter):
         self, op: str, inputs: Sequence[Value | None], attrs: Attrs, *,
         types: Sequence[TensorType] | None = None, name: str | None = None, origin: Origin | None = None,
     ) -> tuple[Value, ...]:  # fmt: skip
-        outputs = super().emit_node(op, inputs, attrs, types=types, name=name, origin=origin)
+        outputs = super().emit_node(op, inputs, attrs, types=types, name=name or self.hint, origin=origin)
         self.made_by.update(dict.fromkeys(outputs, self._nodes[-1]))
         return outputs
 
@@ -72,6 +73,7 @@ class _Canonicaliser(Rewriter):
         """What stands for ``node``, or None to keep it."""
         if len(node.outputs) != 1:
             return None
+        self.hint = node.output.name
         found = self.simplify(
             node.op, tuple(None if v is None else self.get(v) for v in node.inputs), node.attrs
         )
@@ -268,6 +270,30 @@ def _rope_of_permute(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value
     return r.make("permute", rotated, order=_order(inner))
 
 
+def _rope_of_one_head(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value | None:
+    """[1, T, D] and [T, 1, D] are the same rows: one head needs no permute, so none shows the order."""
+    x = inputs[0]
+    if x is None or attrs["head_axis"] != -3 or x.shape[-3] != 1:
+        return None
+    *lead, _, tokens, width = x.shape
+    inside = r.make("reshape", x, shape=(*lead, tokens, 1, width))
+    rotated = r.make("rope", inside, *inputs[1:], **{**attrs, "head_axis": -2})
+    return r.make("reshape", rotated, shape=x.shape)
+
+
+def _reshape_of_norm(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value | None:
+    """Where only axes of extent 1 differ, the norm's operand is reshaped instead, so that its users meet the norm."""
+    for op in NORMS:
+        inner = r.maker(inputs[0], op)
+        if inner is None:
+            continue
+        x, shape = inner.inputs[0], attrs["shape"]
+        assert x is not None and isinstance(shape, tuple)
+        if shape[-1:] == x.shape[-1:] and [d for d in shape if d != 1] == [d for d in x.shape if d != 1]:
+            return r.make(op, r.make("reshape", x, shape=shape), *inner.inputs[1:], **inner.attrs)
+    return None
+
+
 def _slice_of_permute(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value | None:
     """slice(permute(x)) is permute(slice(x)) along the axis it came from."""
     inner = r.maker(inputs[0], "permute")
@@ -311,13 +337,13 @@ def _without_expand(op: str) -> Rule:
 
 # The rules by op, in the order they are tried.
 RULES: dict[str, tuple[Rule, ...]] = {
-    "reshape": (_same_shape, _reshape_of_reshape),
+    "reshape": (_same_shape, _reshape_of_reshape, _reshape_of_norm),
     "expand": (_same_shape,),
     "permute": (_same_order, _permute_of_permute, _permute_of_ones),
     "cast": (_same_dtype, _cast_of_cast, _unary_of_permute("cast")),
     "slice": (_whole_slice, _slice_of_slice, _slice_of_permute),
     "concat": (_one_part, _concat_of_slices, _concat_of_permutes),
-    "rope": (_rope_of_permute,),
+    "rope": (_rope_of_permute, _rope_of_one_head),
     "where": (_without_expand("where"),),
     "softcap": (_unary_of_permute("softcap"),),
 }
