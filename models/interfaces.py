@@ -34,7 +34,7 @@ def attention(
     if attention_mask is not None:
         raise CaptureError(f"{where} passes a mask tensor to its attention; only causal and windowed masks are known")
     for name, given in others.items():
-        if given is not None and name not in _HARMLESS:
+        if given is not None and given is not False and name not in _HARMLESS:
             raise CaptureError(f"{where} calls attention with {name}=, which this compiler does not know")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))

@@ -155,6 +155,7 @@ class _Table:
     buffer: str
     layout: str
     scaling: float
+    f32: bool  # stays in float32 whatever the hidden state's dtype
 
 
 def _table_variants(module: nn.Module) -> Iterator[tuple[tuple[Any, ...], str, float]]:
@@ -172,19 +173,21 @@ def probe_table(module: nn.Module, extra: tuple[Any, ...], buffer: str, scaling:
     if not isinstance(frequencies, Tensor) or frequencies.device.type == "meta" or frequencies.dim() != 1:
         return None
     positions = torch.tensor([[0, 1, 2, 5, 17, 30]])
-    layouts = ["half", "repeat", "half_width"]
+    forms = [(layout, f32) for f32 in (False, True) for layout in ("half", "repeat", "half_width")]
     for dtype in _PROBE_DTYPES:
         want = _attempt(lambda dtype=dtype: module(torch.zeros(1, 6, 8, dtype=dtype), positions, *extra))  # type: ignore[misc]
         if not (isinstance(want, tuple) and len(want) == 2):
             return None
-        layouts = [
-            layout for layout in layouts
-            if all(map(_equal, formulas.rotary_table(positions, frequencies, layout, dtype, scaling), want))
+        forms = [
+            (layout, f32) for layout, f32 in forms
+            if all(map(_equal, formulas.rotary_table(
+                positions, frequencies, layout, torch.float32 if f32 else dtype, scaling), want))
         ]  # fmt: skip
-    return _Table(buffer, layouts[0], scaling) if layouts else None
+    return _Table(buffer, forms[0][0], scaling, forms[0][1]) if forms else None
 
 
-def _swap_tables(model: nn.Module, left: list[str]) -> tuple[int, set[str]]:
+def _swap_tables(model: nn.Module, left: list[str]) -> tuple[int, set[tuple[str, bool]]]:
+    """How many were replaced, and the layouts (with: always float32) that rotary functions will be given."""
     count, layouts = 0, set()
     for path, module in model.named_modules():
         if "Rotary" not in type(module).__name__:
@@ -195,7 +198,7 @@ def _swap_tables(model: nn.Module, left: list[str]) -> tuple[int, set[str]]:
             continue
         found = {extra: table for extra, table in tables.items() if table is not None}
         module.forward = _table_forward(module, found)
-        layouts |= {table.layout for table in found.values()}
+        layouts |= {(table.layout, table.f32) for table in found.values()}
         count += 1
     return count, layouts
 
@@ -207,7 +210,8 @@ def _table_forward(module: nn.Module, tables: dict[tuple[Any, ...], _Table]) -> 
         table = tables.get((*args, *kwargs.values()))
         if table is None or position_ids.dim() != 2:
             return original(x, position_ids, *args, **kwargs)
-        return ops.rotary_table(position_ids, getattr(module, table.buffer), table.layout, x.dtype, table.scaling)
+        dtype = torch.float32 if table.f32 else x.dtype
+        return ops.rotary_table(position_ids, getattr(module, table.buffer), table.layout, dtype, table.scaling)
 
     return forward
 
@@ -229,28 +233,32 @@ def _probe_tables(half_width: bool, layout: str, width: int) -> tuple[Tensor, Te
     return formulas.rotary_table(torch.arange(5)[None], frequencies, layout, torch.float32, 1.0)
 
 
-def probe_rope(function: Callable[..., Any], layouts: set[str]) -> _Rope | None:
+def probe_rope(function: Callable[..., Any], layouts: set[tuple[str, bool]]) -> _Rope | None:
     """What ``function(q, k, cos, sin)`` computes with tables of the layouts the model makes, or None."""
     q, k = _random(1, 4, 5, 16, seed=3), _random(1, 2, 5, 16, seed=4)
-    for layout, style, f32 in itertools.product(sorted(layouts), ("half", "interleaved"), (False, True)):
-        half_width = layout == "half_width"
+    for (layout, wide), style, f32 in itertools.product(sorted(layouts), ("half", "interleaved"), (False, True)):
+        if wide and not f32:
+            continue  # float32 tables widen the products by themselves
+        form = (style, layout == "half_width", f32)
 
-        def same(width: int, layout: str = layout, style: str = style, f32: bool = f32, half: bool = half_width) -> bool:
+        def same(width: int, layout: str = layout, wide: bool = wide, form: tuple[str, bool, bool] = form) -> bool:
+            style, half_width, f32 = form
             for dtype, (axis, head_axis) in itertools.product(_PROBE_DTYPES, ((1, -3), (2, -2))):
                 given = [t.to(dtype) for t in (q, k)]
                 if axis == 2:
                     given = [t.transpose(1, 2).contiguous() for t in given]
-                cos, sin = (t.to(dtype) for t in _probe_tables(half, layout, width))
+                table = torch.float32 if wide else dtype
+                cos, sin = (t.to(table) for t in _probe_tables(half_width, layout, width))
                 want = _attempt(lambda g=given, c=cos, s=sin, a=axis: function(*g, c, s, unsqueeze_dim=a))  # type: ignore[misc]
                 if not (isinstance(want, tuple) and len(want) == 2):
                     return False
-                got = [formulas.rope(t, cos, sin, style, head_axis, half, f32) for t in given]
+                got = [formulas.rope(t, cos, sin, style, head_axis, half_width, f32) for t in given]
                 if not all(map(_equal, got, want)):
                     return False
             return True
 
         if same(16):
-            return _Rope(style, half_width, f32, partial=same(8))
+            return _Rope(*form, partial=same(8))
     return None
 
 
