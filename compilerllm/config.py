@@ -11,6 +11,8 @@ from typing import Any, Literal
 from compilerllm.errors import InvalidParameter
 
 DTYPES = ("auto", "float32", "bfloat16")
+WEIGHTS = ("auto", "packed", "dense")
+LOAD_FORMATS = ("auto", "dummy")
 MEBIBYTE = 1 << 20
 
 
@@ -60,7 +62,18 @@ class ModelConfig:
         "0: reference operations; 1: fused, fast start; 2: and tuned buckets; 3: kernels chosen by measurement.",
     )
 
+    weights: Literal["auto", "packed", "dense"] = _option(
+        "auto", "Block-quantised weights of a GGUF file: packed keeps them so, dense converts them to --dtype; auto packs."
+    )
+    load_format: Literal["auto", "dummy"] = _option(
+        "auto", "auto reads the checkpoint; dummy makes weights up (for benchmarks: only the configuration is read)."
+    )
+
     def __post_init__(self) -> None:
+        _require(self.weights in WEIGHTS, "weights", self.weights, "one of " + ", ".join(WEIGHTS))
+        _require(
+            self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS)
+        )
         _require(
             isinstance(self.model, str) and self.model != "",
             "model",

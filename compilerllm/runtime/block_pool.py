@@ -24,6 +24,7 @@ class PrefixHit:
 
     tokens: int
     tables: tuple[list[int], ...]
+    awaited: bool = False  # a running sequence is about to compute the block that follows
 
 
 class _Group:
@@ -101,6 +102,9 @@ class BlockPool:
         self._block_sizes = sorted({g.block_size for g in self._groups})
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._holders: dict[int, Sequence] = {}  # slot -> sequence
+        self._promised: dict[
+            bytes, Sequence
+        ] = {}  # prompt blocks (of the first group) that holders will publish
 
     @property
     def max_tokens(self) -> int | None:
@@ -142,7 +146,9 @@ class BlockPool:
             first, end = group.first_needed(longest), longest // group.block_size
             hashes = seq.hashes[group.block_size]
             tables.append([-1] * min(first, end) + [group.by_hash[hashes[j]] for j in range(first, end)])
-        return PrefixHit(longest, tuple(tables))
+        hashes, following = seq.hashes[self._groups[0].block_size], longest // self._groups[0].block_size
+        awaited = following < len(hashes) and hashes[following] in self._promised
+        return PrefixHit(longest, tuple(tables), awaited)
 
     def _covers(self, group: _Group, seq: Sequence, length: int) -> bool:
         """Whether every block that a query at ``length`` reads is there. Groups without window were walked before."""
@@ -173,6 +179,11 @@ class BlockPool:
         seq.published = [len(table) for table in hit.tables]
         seq.tables_changed = True
         self._measure(seq)
+        if self.shares_prefixes:
+            size = self._groups[0].block_size
+            extend_hashes(seq, size, len(seq.tokens))
+            for hashed in seq.hashes[size][hit.tokens // size :]:
+                self._promised.setdefault(hashed, seq)
         return True
 
     def reserve(self, seq: Sequence, length: int) -> bool:
@@ -205,6 +216,8 @@ class BlockPool:
                     if block >= 0 and group.hash_of[block] is None and hashes[j] not in group.by_hash:
                         group.hash_of[block] = hashes[j]
                         group.by_hash[hashes[j]] = block
+                if index == 0:
+                    self._keep_promises(seq, hashes[done:full])
                 seq.published[index] = full
             if group.window is not None:
                 j = min(group.first_needed(computed), len(table)) - 1
@@ -224,6 +237,8 @@ class BlockPool:
 
     def release(self, seq: Sequence) -> None:
         """Take everything back. Blocks are freed last first, so that the start of a prompt is evicted last."""
+        if self.shares_prefixes:
+            self._keep_promises(seq, seq.hashes[self._groups[0].block_size][seq.published[0] :])
         for group, table in zip(self._groups, seq.tables, strict=True):
             for block in reversed(table):
                 if block >= 0:
@@ -232,6 +247,12 @@ class BlockPool:
         self._free_slots.append(seq.slot)
         seq.slot = -1
         seq.tables, seq.published, seq.capacity = [], [], 0
+
+    def _keep_promises(self, seq: Sequence, hashes: list[bytes]) -> None:
+        """Nobody need wait for ``seq`` to publish these any more."""
+        for hashed in hashes:
+            if self._promised.get(hashed) is seq:
+                del self._promised[hashed]
 
     def _measure(self, seq: Sequence) -> None:
         seq.capacity = min(
@@ -249,6 +270,8 @@ class BlockPool:
             assert seq.status is not Status.WAITING, f"{seq} waits but holds a slot"
             assert seq.scheduled <= seq.capacity, f"{seq} has room for {seq.capacity} positions only"
             assert len(seq.tables) == len(self._groups), f"{seq} has {len(seq.tables)} tables"
+        for seq in self._promised.values():
+            assert self._holders.get(seq.slot) is seq, f"{seq} has promised a block but holds nothing"
         for index, group in enumerate(self._groups):
             self._check_group(group, index)
 

@@ -188,6 +188,8 @@ class Scheduler:
         while self.waiting and len(self.running) < self._max_seqs and step.num_tokens < self._max_tokens:
             seq = self.waiting[0]
             hit = self.pool.match(seq)
+            if hit.awaited:  # cheaper to share that block, a step later, than to compute it twice
+                break
             # Room for the token it samples too: a sequence that must preempt others at once had better wait.
             wanted = min(len(seq.tokens) + 1, self.max_model_len)
             if not self.pool.admit(seq, hit, wanted, spare=self._spare if self.running else 0):

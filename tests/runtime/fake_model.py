@@ -6,13 +6,27 @@ wrong position, a missed write or a rollback too short changes the output; what 
 ``generate_alone`` computes the same from a list of tokens: no blocks, no batch, no steps.
 """
 
+import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import numpy as np
 
-from compilerllm.ir.step import Bucket, Sampled, SampleRows, SamplingTables, StateGroup, StepInputs
+from compilerllm.config import EngineConfig
+from compilerllm.errors import CompilerLLMError
+from compilerllm.ir.step import (
+    Bucket,
+    Executable,
+    Sampled,
+    SampleRows,
+    SamplingTables,
+    StateGroup,
+    StepInputs,
+)
+from compilerllm.runtime.messages import ModelFacts
 from compilerllm.sampling_params import SamplingParams
 
 VOCAB = 24
@@ -282,3 +296,29 @@ class FakeModel:
             top_ids=np.array(top_ids, np.int32),
             top_logprobs=np.array(top, np.float32),
         )
+
+
+class Unloadable(CompilerLLMError):
+    """A mistake of the user's, as loading reports them."""
+
+
+def load(config: EngineConfig) -> tuple[Executable, ModelFacts]:
+    """What the tests' engine processes load: ``config.model.model`` is a query string that says how it behaves.
+
+    ``delay``: seconds a step; ``exit``, ``user_error``, ``bug``: how loading
+    ends. With ``mark=FILE`` the latter three happen only if FILE exists, and it is made by the first load.
+    """
+    options = dict(parse_qsl(config.model.model))
+    print("loading: this line must not reach the parent's standard output")
+    mark = Path(options["mark"]) if "mark" in options else None
+    if mark is None or mark.exists():
+        if "exit" in options:
+            os._exit(int(options["exit"]))
+        if "user_error" in options:
+            raise Unloadable(options["user_error"])
+        if "bug" in options:
+            raise ArithmeticError(options["bug"])
+    if mark is not None:
+        mark.touch()
+    model = FakeModel(PAGED, 400, delay=float(options.get("delay", 0)))
+    return model, ModelFacts(model="fake", target="numpy", card={"model": "fake"})
