@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from compilerllm import __version__
-from compilerllm.artifact import FORMAT, MANIFEST, artifact_path, building, cache_dir, read_manifest
+from compilerllm.artifact import FORMAT, MANIFEST, artifact_path, building, read_manifest
 from compilerllm.config import EngineConfig
+from compilerllm.environment import cache_dir
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket
 
@@ -56,11 +57,14 @@ class CompileRequest:
 
 
 def make_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
-    """Decode buckets at powers of two, then mixed steps by tokens. Programs run the exact sizes; a bucket is a plan."""
+    """Decode buckets at powers of two, then mixed steps by tokens, any row of which may be sampled.
+
+    Programs run a step's exact sizes; a bucket bounds the memory they are planned with.
+    """
     sizes = [1 << i for i in range(max(1, max_num_seqs).bit_length()) if 1 << i < max_num_seqs] + [max_num_seqs]
     decode = [Bucket(s, s, s, 1) for s in sizes]
     tokens = [t for t in (64, 256, 1024, 4096, 16384) if t < max_tokens] + [max_tokens]
-    return (*decode, *(Bucket(t, min(t, max_num_seqs), min(t, max_num_seqs), t) for t in tokens))
+    return (*decode, *(Bucket(t, min(t, max_num_seqs), t, t) for t in tokens))
 
 
 def fingerprint(place: Path) -> str:

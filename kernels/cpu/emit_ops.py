@@ -244,14 +244,26 @@ def kv_write(e: FunctionEmitter, node: Node) -> None:
     e.note(node, f"kv_write<{float_type(e, k)}>")
 
 
+def float_operand(e: FunctionEmitter, value: Value | None) -> str:
+    """Pointer to a small operand as floats, widened where it is stored otherwise; nullptr where there is none."""
+    if value is None:
+        return "nullptr"
+    ref = e.dense(value)
+    if value.dtype == "f32":
+        return ref.pointer
+    pointer, count = e.scratch(value.tensor.numel * 4, "float"), c_dim(value.tensor.numel)
+    e.line(f"for (int64_t i = team.rank; i < {count}; i += team.size) {pointer}[i] = to_f32({ref.pointer}[i]);")
+    e.sync()
+    return pointer
+
+
 @emitter("paged_attention")
 def paged_attention(e: FunctionEmitter, node: Node) -> None:
     q, state, out = present(node, 0), present(node, 1), node.output
     kind, kv = float_type(e, q), state.state
     e.need("attention.h")
     ref, _, width, stride = e.rows(q, 1)
-    sinks = node.input(3)
-    sink_pointer = "nullptr" if sinks is None else f"(const float*){e.dense(sinks).pointer}"
+    sink_pointer = float_operand(e, node.input(3))
     params = (
         f"AttnParams{{{c_dim(q.shape[1])}, {kv['heads']}, {kv['dim']}, {c_number(node.number('scale'))}f, "
         f"{node.integer('window', 0)}, {c_number(node.number('softcap', 0.0))}f, true, {sink_pointer}}}"
@@ -269,8 +281,7 @@ def attention(e: FunctionEmitter, node: Node) -> None:
     (qr, count, _, qs), (kr, _, _, ks), (vr, _, _, vs) = e.rows(q, 1), e.rows(k, 1), e.rows(v, 1)
     if v.shape[2] != q.shape[2]:
         raise UnsupportedByTarget(f"@{e.graph.name}: {node!r}: values {v.shape[2]} wide beside keys {q.shape[2]} wide have no CPU kernel")
-    sinks = node.input(3)
-    sink_pointer = "nullptr" if sinks is None else f"(const float*){e.dense(sinks).pointer}"
+    sink_pointer = float_operand(e, node.input(3))
     causal = "true" if node.attrs["causal"] else "false"
     params = (
         f"AttnParams{{{c_dim(q.shape[1])}, {c_dim(k.shape[1])}, {c_dim(q.shape[2])}, {c_number(node.number('scale'))}f, "

@@ -1,0 +1,66 @@
+"""Every architecture that must run, from a saved checkpoint through compiled programs, against transformers' eager."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ..models.tiny import TINY, tiny_model
+from .serving import compile_and_load, teacher_forced
+
+LENGTHS = (45, 7, 35)  # over one block, below one, and just over: chunk borders fall on all of them
+# Together in one batch with chunked prefill, then decode; and one sequence at a time.
+MIXED = [(20, 5, 33), (20, 1, 1), (1, 1, 1), (4, 0, 0)]
+
+
+def sequences() -> list[list[int]]:
+    """Distinct tokens: random models like to repeat one, which would hide errors."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randperm(97, generator=generator)[:n].tolist() for n in LENGTHS]
+
+
+def eager(model: Any, tokens: list[int]) -> Any:
+    with torch.no_grad():
+        return model(torch.tensor(tokens)[None], use_cache=False).logits[0].float().numpy()
+
+
+@pytest.fixture(scope="module", params=TINY)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = tiny_model(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_logits_match_eager(tiny: tuple[Any, Path], level: int) -> None:
+    """Packed (three sequences of different progress in one step) and alone, in float32."""
+    reference, folder = tiny
+    model = compile_and_load(folder, dtype="float32", level=level)
+    model.allocate(40, 8)
+    given = sequences()
+    wanted = [eager(reference, tokens) for tokens in given]
+    for chunks in (MIXED, [(45, 0, 0), (0, 7, 0), (0, 0, 35)]):
+        got = teacher_forced(model, given, chunks)
+        for result, tokens, want in zip(got, given, wanted, strict=True):
+            scale = np.abs(want).max()
+            assert np.abs(result - want[: len(result)]).max() <= 2e-5 * scale, f"{len(tokens)} tokens"
+
+
+def test_bfloat16_errs_like_eager(tiny: tuple[Any, Path]) -> None:
+    """In bf16 the logits stray from float32 about as far as transformers' own bf16 does."""
+    reference, folder = tiny
+    model = compile_and_load(folder, dtype="bfloat16")
+    model.allocate(40, 8)
+    given = sequences()
+    half = type(reference)(reference.config).to(torch.bfloat16).eval()
+    half.load_state_dict(reference.state_dict())
+    ours, theirs = [], []
+    for result, tokens in zip(teacher_forced(model, given, MIXED), given, strict=True):
+        want = eager(reference, tokens)
+        ours.append(result - want[: len(result)])
+        theirs.append(eager(half, tokens) - want)
+    error, allowed = (float(np.sqrt(np.mean(np.concatenate(e) ** 2))) for e in (ours, theirs))
+    assert error <= 1.25 * allowed, f"ours {error:.4g}, transformers' {allowed:.4g}"
