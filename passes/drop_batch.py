@@ -207,7 +207,9 @@ class _Dropper(Rewriter):
         attrs = {**node.attrs, "axis": axis - (axis > batch)}
         return self._as(node, batch, *self.emit_node("concat", parts, attrs, name=node.output.name))
 
-    def _call(self, node: Node) -> tuple[Value, ...]:
+    def _call(self, node: Node) -> tuple[Value, ...] | None:
+        if not any(has_batch(v) or v in self.axis for v in (*node.operands, *node.outputs)):
+            return None
         operands = [self.without(v, 0) if has_batch(v) else self.whole(v) for v in node.operands]
         types = [_squeezed(v.type) if has_batch(v) else v.tensor for v in node.outputs]
         outputs = self.emit_node("call", operands, node.attrs, types=types, name=node.outputs[0].name)

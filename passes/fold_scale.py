@@ -23,6 +23,8 @@ from compilerllm.passes.opinfo import ARITHMETIC, same_graph
 from compilerllm.passes.report import PassReport
 
 _ATTENTION = frozenset(("attention", "paged_attention"))
+# What a power of two passes through unchanged: q may be reshaped and rotated between the product and the attention.
+_LINEAR_OPS = frozenset(("reshape", "permute", "rope"))
 
 
 def fold_scale(graph: Graph, report: PassReport) -> Graph:
@@ -33,17 +35,27 @@ def fold_scale(graph: Graph, report: PassReport) -> Graph:
         if isinstance(p.recipe, Literal) and p.value.tensor.rank == 0 and p.value.tensor.is_float
     }
     matcher = Matcher(graph)
+    factors: dict[Node, float] = {}  # attention -> what its q was multiplied by
+    dropped: dict[Node, Value] = {}  # the product -> what was multiplied
+    for node in graph.nodes:
+        if node.op in _ATTENTION and (found := _product(node, matcher, constants, report)) is not None:
+            product, x, factors[node] = found
+            dropped[product] = x
+            report.match()
     r = Rewriter(graph, by="fold_scale")
 
     def visit(_: Rewriter, node: Node) -> tuple[Value, ...] | None:
+        if node in dropped:
+            return (r.get(dropped[node]),)
+        if node in factors:
+            operands = [None if v is None else r.get(v) for v in node.inputs]
+            attrs = {**node.attrs, "scale": node.number("scale") * factors[node]}
+            return r.emit_node(node.op, operands, attrs, name=node.output.name)
         if node.op in ARITHMETIC and len(node.operands) == 2:
             return _scalar(r, node, constants, report)
-        if node.op in _ATTENTION:
-            return _attention(r, node, matcher, report)
         return None
 
-    new = r.run(visit)
-    return same_graph(graph, new)
+    return same_graph(graph, r.run(visit))
 
 
 def _scalar(
@@ -63,25 +75,38 @@ def _scalar(
     return r.emit_node(node.op, (r.get(x),), attrs, name=node.output.name)
 
 
-def _attention(r: Rewriter, node: Node, matcher: Matcher, report: PassReport) -> tuple[Value, ...] | None:
-    q = node.operands[0]
-    producer = matcher.producers.get(q)
-    if (
-        producer is None
-        or producer.op not in ("mul", "div")
-        or "scalar" not in producer.attrs
-        or producer.attrs.get("reverse")
+def _product(
+    attention: Node, matcher: Matcher, constants: dict[Value, float], report: PassReport
+) -> tuple[Node, Value, float] | None:
+    """The node that multiplies q by a number, what it multiplies, and the number; None where it cannot be folded."""
+    value = attention.operands[0]
+    while (
+        (node := matcher.producers.get(value)) is not None
+        and node.op in _LINEAR_OPS
+        and matcher.used_once(value)
     ):
+        value = node.operands[0]
+    if node is None or node.op not in ("mul", "div") or node.attrs.get("reverse"):
         return None
-    factor = producer.number("scalar")
-    factor = 1 / factor if producer.op == "div" and factor else factor
+    x, number = _factor(node, constants)
+    if x is None or not number or x.type != value.type:
+        return None
+    factor = 1 / number if node.op == "div" else number
     if factor <= 0 or math.frexp(factor)[0] != 0.5:
-        report.miss(node, f"q is multiplied by {factor}, no power of two: folding it would round differently")
+        report.miss(
+            attention, f"q is multiplied by {factor}, no power of two: folding it would round differently"
+        )
         return None
-    if not matcher.used_once(q):
-        report.miss(node, f"%{q.name} has other uses")
+    if not matcher.used_once(value):
+        report.miss(attention, f"%{value.name} has other uses")
         return None
-    report.match()
-    operands = [r.get(producer.operands[0]), *(None if v is None else r.get(v) for v in node.inputs[1:])]
-    attrs = {**node.attrs, "scale": node.number("scale") * factor}
-    return r.emit_node(node.op, operands, attrs, name=node.output.name)
+    return node, x, factor
+
+
+def _factor(node: Node, constants: dict[Value, float]) -> tuple[Value | None, float]:
+    if "scalar" in node.attrs:
+        return node.operands[0], node.number("scalar")
+    a, b = node.operands
+    if b in constants:
+        return a, constants[b]
+    return (b, constants[a]) if a in constants and node.op == "mul" else (None, 0.0)

@@ -36,7 +36,7 @@ def fuse_gated(graph: Graph, report: PassReport) -> Graph:
             return None
         found = matcher.match(_HALVES, node)
         if isinstance(found, Mismatch):
-            report.miss(node, found if found.depth > 1 else _unpacked(node, matcher))
+            report.miss(node, found if found.depth >= 2 else _unpacked(node, matcher))
             return None
         packed = found["packed"]
         if (why := _not_halves(packed, found.node("gate"), found.node("up"))) is not None:

@@ -75,7 +75,10 @@ class _Group:
 
 
 class _Grouping:
-    """Grows groups in execution order; a node joins the group of an operand if no path leaves and comes back."""
+    """Grows groups in execution order.
+
+    A node joins the groups of its operands, which then become one, if no path leaves the group and comes back.
+    """
 
     def __init__(self, graph: Graph, report: PassReport) -> None:
         self.graph, self.report = graph, report
@@ -83,64 +86,62 @@ class _Grouping:
         self.group_of: dict[Node, _Group] = {}
 
     def groups(self) -> list[_Group]:
-        found: list[_Group] = []
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
         for node in self.graph.nodes:
             space = _space(node)
             if space is None:
                 continue
-            group = self._joinable(node, space)
-            if group is None:
-                group = _Group(*space)
-                found.append(group)
-            group.nodes.append(node)
-            group.reductions += node.op in _ROW_OPS
-            self.group_of[node] = group
+            group = _Group(*space, [node], int(node.op in _ROW_OPS))
+            for near in self._near(node):
+                if (why := self._not_joinable(near, group)) is None:
+                    group = _Group(
+                        near.rows, near.width, near.nodes + group.nodes, near.reductions + group.reductions
+                    )
+                elif len(near.nodes) > 1 or node.op in _ROW_OPS:
+                    self.report.miss(node, why)
+            self.group_of.update(dict.fromkeys(group.nodes, group))
+        found = list(dict.fromkeys(self.group_of.values()))
         for group in found:
+            group.nodes.sort(key=order.__getitem__)
             self._edges(group)
         return found
 
-    def _joinable(self, node: Node, space: tuple[tuple[Dim, ...], Dim]) -> _Group | None:
-        for value in node.operands:
-            maker = self.producers.get(value)
-            group = self.group_of.get(maker) if maker is not None else None
-            if group is None:
-                continue
-            why = self._not_joinable(node, space, group)
-            if why is None:
-                return group
-            if len(group.nodes) > 1 or node.op in _ROW_OPS:
-                self.report.miss(node, why)
-        return None
+    def _near(self, node: Node) -> list[_Group]:
+        """The groups of the operands; larger ones first."""
+        makers = (self.producers.get(v) for v in node.operands)
+        found = dict.fromkeys(self.group_of[m] for m in makers if m is not None and m in self.group_of)
+        return sorted(found, key=lambda g: -len(g.nodes))
 
-    def _not_joinable(self, node: Node, space: tuple[tuple[Dim, ...], Dim], group: _Group) -> str | None:
-        if not _same_space(node, space, group):
-            return f"it ranges over {_print(*space)}, the group over {_print(group.rows, group.width)}"
-        if node.op in _ROW_OPS and group.reductions:
-            return "the group has a row reduction already"
-        outside = [
-            m
-            for v in node.operands
-            if (m := self.producers.get(v)) is not None and self.group_of.get(m) is not group
-        ]
-        if self._reaches(outside, group):
+    def _not_joinable(self, near: _Group, group: _Group) -> str | None:
+        if not _same_space(near, group):
+            return f"it ranges over {_print(group)}, the group over {_print(near)}"
+        if near.reductions + group.reductions > 1:
+            return "the group would have two row reductions"
+        if self._comes_back({*near.nodes, *group.nodes}):
             return "another operand depends on the group through a node outside it"
         return None
 
-    def _reaches(self, nodes: list[Node], target: _Group) -> bool:
-        """Whether any of ``nodes`` depends on a node of ``target``; groups depend as a whole."""
+    def _comes_back(self, inside: set[Node]) -> bool:
+        """Whether a node outside depends on one inside and is needed inside; other groups depend as a whole."""
+        todo = [
+            m
+            for n in inside
+            for v in n.operands
+            if (m := self.producers.get(v)) is not None and m not in inside
+        ]
         seen: set[Node] = set()
-        todo = list(nodes)
         while todo:
             node = todo.pop()
             if node in seen:
                 continue
-            seen.add(node)
             group = self.group_of.get(node)
-            if group is target:
-                return True
-            members = group.nodes if group is not None else [node]
+            members = [node] if group is None or not inside.isdisjoint(group.nodes) else group.nodes
             seen.update(members)
-            todo += [m for n in members for v in n.operands if (m := self.producers.get(v)) is not None]
+            for maker in (self.producers.get(v) for n in members for v in n.operands):
+                if maker in inside:
+                    return True
+                if maker is not None:
+                    todo.append(maker)
         return False
 
     def _edges(self, group: _Group) -> None:
@@ -164,18 +165,17 @@ def _space(node: Node) -> tuple[tuple[Dim, ...], Dim] | None:
     return (type.shape[:-1], type.shape[-1]) if type.rank else None
 
 
-def _same_space(node: Node, space: tuple[tuple[Dim, ...], Dim], group: _Group) -> bool:
+def _same_space(near: _Group, group: _Group) -> bool:
     """Equal rows and width; behind a reduction also one value a row, as [..., 1] or with the axis gone."""
-    rows, width = space
-    if (rows, width) == (group.rows, group.width):
+    if (group.rows, group.width) == (near.rows, near.width):
         return True
-    if not group.reductions or node.op in _ROW_OPS:
+    if not near.reductions or group.reductions:
         return False
-    return (rows == group.rows and width == 1) or (*rows, width) == group.rows
+    return (group.rows == near.rows and group.width == 1) or (*group.rows, group.width) == near.rows
 
 
-def _print(rows: tuple[Dim, ...], width: Dim) -> str:
-    return f"[{', '.join(map(str, (*rows, width)))}]"
+def _print(group: _Group) -> str:
+    return f"[{', '.join(map(str, (*group.rows, group.width)))}]"
 
 
 def _body(group: _Group, graph: Graph, name: str) -> Graph:

@@ -33,9 +33,9 @@ class PassReport:
         self.matches += times
 
     def miss(self, node: Node, reason: "str | Mismatch") -> None:
-        """Note an almost-match. A ``Mismatch`` counts only where something beyond the root matched."""
+        """Note an almost-match. A ``Mismatch`` counts only where something beyond the root matched (depth 2 or more)."""
         if isinstance(reason, Mismatch):
-            if reason.depth == 0:
+            if reason.depth < 2:
                 return
             reason = reason.reason
         found = NearMiss(repr(node), reason, node.origin.path)

@@ -41,7 +41,7 @@ def checkpoint(module: Module, seed: int = 0) -> dict[str, Tensor]:
 
 
 def random_tensor(type: TensorType, generator: torch.Generator) -> Tensor:
-    """Small numbers, so that sums stay in range; packed types as their blocks' bytes."""
+    """Small numbers, so that sums stay in range; packed types as bytes [..., blocks, bytes of one]."""
     shape = tuple(int(d) for d in type.shape)
     if type.is_quantized:
         size, weights = QUANTIZED_BLOCKS[type.dtype]
@@ -51,7 +51,7 @@ def random_tensor(type: TensorType, generator: torch.Generator) -> Tensor:
         for at in range(0, 4 if type.dtype == "q4_1" else 2, 2):  # scale (and minimum) of each block, f16
             small = torch.full(data.shape[:-1], 0.02 if at == 0 else -0.15, dtype=torch.float16)
             data[..., at : at + 2] = small.view(torch.uint8).reshape(*data.shape[:-1], 2)
-        return data.flatten(-2)
+        return data
     values = torch.randn(shape, generator=generator) * (0.5 if len(shape) < 2 else shape[-1] ** -0.5)
     return values.to(TORCH_DTYPES[type.dtype])
 
@@ -66,7 +66,9 @@ def evaluate(recipe: Recipe, tensors: Mapping[str, Tensor]) -> Tensor:
         case Convert(source=s, dtype=dtype):
             return evaluate(s, tensors).to(TORCH_DTYPES[dtype])
         case Slice(source=s, axis=axis, start=start, stop=stop):
-            return evaluate(s, tensors).narrow(axis, start, stop - start).contiguous()
+            whole = evaluate(s, tensors)
+            per = 32 if whole.dtype == torch.uint8 and axis == whole.dim() - 2 else 1  # weights a block
+            return whole.narrow(axis, start // per, (stop - start) // per).contiguous()
         case Concat(sources=parts, axis=axis):
             return torch.cat([evaluate(p, tensors) for p in parts], axis)
         case Permute(source=s, order=order):
