@@ -20,6 +20,8 @@ DECODERS = {
     "q8_0": Decoder(weights="q8_0"),
     "scaled_residual": Decoder(factor=0.22),
     "f32": Decoder(dtype="f32", qk_norm=True, bias=True),
+    "one_key_head": Decoder(kv_heads=1, qk_norm=True),
+    "one_head": Decoder(heads=1, kv_heads=1, hidden=8, qk_norm=True),
 }
 # Logits of the served module stay unrounded; the captured ones were rounded to bf16, which has 8 bits.
 TOLERANCE = {"bf16": 2**-7, "f32": 1e-5}
