@@ -38,13 +38,12 @@ class EngineProcess:
         self._outbox = self._bind(zmq.PULL, "out")
         self._async_outbox: zmq.asyncio.Socket | None = None
         self.last_heard = time.monotonic()
-        command = [
-            sys.executable,
+        module = [
+            "-P",
             "-m",
             "compilerllm.runtime.process",
-            str(self._directory),
-            str(os.getpid()),
-        ]
+        ]  # -P: what lies in the working directory is no module
+        command = [sys.executable, *module, str(self._directory), str(os.getpid())]
         # A face's standard output is its own; what the child prints belongs to the log.
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
 

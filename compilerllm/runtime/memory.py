@@ -36,12 +36,26 @@ def count_blocks(
 
 
 def available_memory() -> int:
-    """Bytes a process may still take: what the kernel calls available, within the control group's limit."""
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
-    )
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
+    """Bytes a process may still take: what the kernel calls available, within the control group's limit (v1 or v2)."""
+    free = _table(Path("/proc/meminfo"))["MemAvailable"] * 1024
+    group = Path("/sys/fs/cgroup")
+    for limit, used, stat in (
+        (group / "memory.max", group / "memory.current", group / "memory.stat"),
+        (
+            group / "memory/memory.limit_in_bytes",
+            group / "memory/memory.usage_in_bytes",
+            group / "memory/memory.stat",
+        ),
+    ):
+        if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+            reclaimable = _table(stat).get(
+                "inactive_file", 0
+            )  # pages of files, such as the checkpoint just read
+            free = min(free, int(text) - int(used.read_text()) + reclaimable)
     return max(0, free)
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    rows = (line.replace(":", " ").split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2}

@@ -52,6 +52,9 @@ def main() -> None:
     life.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     outbox = context.socket(zmq.PUSH)
+    outbox.set_hwm(
+        0
+    )  # never block the loop on a slow reader: open requests are bounded, and so is what they say
     outbox.connect(f"ipc://{directory}/out")
     try:
         engine = load(msgspec.json.decode((directory / START_FILE).read_bytes(), type=Start))
@@ -62,8 +65,8 @@ def main() -> None:
         outbox.send(_encode(Failed(f"The engine could not start: {type(error).__name__}: {error}")))
     else:
         inbox = context.socket(zmq.PULL)
+        inbox.set_hwm(0)
         inbox.connect(f"ipc://{directory}/in")
-        outbox.set_hwm(0)
         gc.collect()
         gc.freeze()  # the model's objects live for ever; later collections need not look at them
         sys.setswitchinterval(

@@ -216,9 +216,7 @@ class Scheduler:
     def _make_room(self, seq: Sequence, end: int) -> bool:
         """Blocks for positions [0, end) of ``seq``, preempting later arrivals if need be. False: not in this step."""
         while not self.pool.reserve(seq, end):
-            if (
-                self._leaving
-            ):  # blocks come back with the running step's commit; see then what is still lacking
+            if self._leaving:  # blocks come back with the next commit; see then what is still lacking
                 return False
             victim = self._latest_after(seq)
             if victim is None:

@@ -191,6 +191,7 @@ class FakeModel:
                 if token < 0:
                     assert token == -1 - slot, f"token {token} is of another slot than {slot}"
                     token = int(self.tables.last_token[slot])
+                assert 0 <= token < VOCAB, f"token {token}: nothing was sampled for slot {slot}"
                 if token == POISON:
                     raise ArithmeticError("poisoned token")
                 folds = self._advance(

@@ -15,12 +15,14 @@ from compilerllm.errors import (
     QueueFull,
 )
 from compilerllm.ir.step import StateGroup, StepInputs
+from compilerllm.runtime.client import EngineClient, ProcessEngine
 from compilerllm.runtime.engine import InProcessEngine
 from compilerllm.runtime.memory import available_memory, count_blocks
 from compilerllm.runtime.messages import Batch, Delta, Request
 from compilerllm.sampling_params import SamplingParams
 from tests.runtime.fake_model import PAGED, POISON, VOCAB, WITH_SLOT, FakeModel, generate_alone
 
+_FORMS: tuple[type[EngineClient], ...] = (InProcessEngine, ProcessEngine)  # for the type checker
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -81,6 +83,16 @@ def test_a_request_outside_the_failing_step_is_untouched() -> None:
     seen = drain(engine)
     assert [delta.finish_reason for delta in seen["bad"]] == ["error"]
     assert output(seen["good"]) == generate_alone(PAGED, [3, 1, 4], GREEDY, 48)[0]
+    engine.close()
+
+
+def test_a_step_scheduled_behind_a_failing_one_does_not_drag_others_down() -> None:
+    engine = engine_of()
+    engine.submit(request("bad", [5, 5, POISON]))
+    assert engine.step().deltas == []  # launched
+    engine.submit(request("good"))
+    assert [delta.finish_reason for delta in engine.step().deltas] == ["error"]  # the next step held both
+    assert output(drain(engine)["good"]) == generate_alone(PAGED, [3, 1, 4], GREEDY, 48)[0]
     engine.close()
 
 

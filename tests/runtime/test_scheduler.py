@@ -9,6 +9,7 @@ from compilerllm.runtime.block_pool import BlockPool
 from compilerllm.runtime.messages import Request
 from compilerllm.runtime.scheduler import Scheduler
 from compilerllm.runtime.sequence import Sequence
+from compilerllm.runtime.speculation import Drafter
 from compilerllm.runtime.step import Step
 from compilerllm.sampling_params import SamplingParams
 
@@ -18,7 +19,9 @@ Shape = list[tuple[str, int, int, int]]  # request, start, end, sampled rows
 class Bench:
     """A scheduler over a small pool, with a clock that moves when told to."""
 
-    def __init__(self, blocks: int = 100, **options: int) -> None:
+    def __init__(
+        self, blocks: int = 100, drafter: Drafter | None = None, max_drafts: int = 0, **options: int
+    ) -> None:
         config = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **options}
         self.pool = BlockPool(
             (StateGroup("kv", "paged", 4, 64),), blocks, config["max_num_seqs"], max_ahead=32
@@ -28,6 +31,8 @@ class Bench:
             SchedulerConfig(**config),  # type: ignore[arg-type]
             self.pool,
             max_model_len=min(100, 4 * blocks),
+            drafter=drafter,
+            max_drafts=max_drafts,
             clock=lambda: self.now,
         )
 
@@ -178,6 +183,22 @@ def test_a_failed_step_ends_its_requests_only_and_a_cancelled_one_none() -> None
     assert [(seq.request_id, seq.finish_reason) for seq in failed] == [("a", "error"), ("b", "error")]
     assert bench.pool.num_used == 0
     assert shape(bench.schedule()) == [("c", 0, 9, 1)]
+
+
+def test_rejected_drafts_give_their_blocks_back() -> None:
+    class Drafter:
+        def propose(self, tokens: object, most: int) -> list[int]:
+            return [5, 6, 9, 9, 9][:most]
+
+    bench = Bench(drafter=Drafter(), max_drafts=5)
+    seq = bench.add("a", 3)
+    bench.commit(bench.schedule(), 4)
+    step = bench.schedule()
+    assert shape(step) == [("a", 3, 9, 6)] and bench.pool.num_used == 3
+    assert bench.scheduler.schedule() is None, "how many tokens there will be is not known yet"
+    bench.commit(step, 5, 6, 7, 1, 1, 1)
+    assert seq.tokens == [1, 2, 3, 4, 5, 6, 7] and seq.computed == 6 and bench.pool.num_used == 2
+    assert shape(bench.schedule()) == [("a", 6, 12, 6)]
 
 
 def test_one_prompt_does_not_take_the_whole_step_if_told_so() -> None:
