@@ -6,7 +6,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -145,15 +145,17 @@ class LLM:
 
     def stream_chat(
         self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """The answer to one conversation, piece by piece. Closing the iterator ends the generation."""
         yield from self._stream(self._encode_chat(messages, {}), sampling_params)
 
-    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> Generator[str, None, None]:
         """The continuation of one prompt, piece by piece. Closing the iterator ends the generation."""
         yield from self._stream(encode_prompt(self.tokenizer, prompt), sampling_params)
 
-    def _stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Iterator[str]:
+    def _stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Generator[str, None, None]:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise InvalidParameter("a stream has one output: n must be 1", "n")

@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from compilerllm import __version__
-    from compilerllm.artifact import cache_dir
     from compilerllm.cli.terminal import print_card
+    from compilerllm.environment import cache_dir
 
     del args
     model, flags = _cpu()

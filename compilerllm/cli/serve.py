@@ -52,7 +52,9 @@ def _serve(config: Any, server: ServerConfig, listener: Any) -> None:
             build_app, tokenizer = face.result()
         card = dict(ready.card)
         if not found.hit:
-            card["compile"] = f"{found.seconds:.1f} s"
+            # The engine found in the cache what was compiled here a moment ago.
+            card["compile"] = f"{found.seconds:.1f} s;{card.get('compile', '').partition(';')[2]}"
+        listener.listen(1024)  # from the moment the card says so, whoever connects is answered
         print_card({**card, "listening": address_of(listener) + "/v1"})
         run(build_app(engine, tokenizer, server, config.model.display_name), listener, server)
     finally:

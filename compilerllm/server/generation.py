@@ -45,14 +45,14 @@ class Generation:
         self.completion_tokens = 0
         self._metrics, self._arrived = metrics, arrived
         self._sequences: dict[str, _Sequence] = {}
-        self.feed: Feed = streams.submit(list(self._make_requests(plan, tokenizer)))
+        self.feed: Feed = streams.submit(self._make_requests(plan, tokenizer))
         for prompt, params in zip(plan.prompts, plan.params, strict=True):
             metrics.prompt_tokens.observe(len(prompt.token_ids))
             metrics.params_n.observe(params.n)
             metrics.params_max_tokens.observe(params.max_tokens or 0)
 
     def _make_requests(self, plan: Plan, tokenizer: Tokenizer) -> list[Request]:
-        requests = []
+        requests: list[Request] = []
         for prompt, shared in zip(plan.prompts, plan.params, strict=True):
             stops, eos = compile_stops(shared), tokenizer.eos_token_ids
             for params in split_params(shared):

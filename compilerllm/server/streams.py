@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+
+from starlette.types import Receive
 
 from compilerllm.errors import EngineDead
 from compilerllm.runtime.client import EngineClient
@@ -140,7 +141,7 @@ class EngineStreams:
             feed.push(Delta(request_id=request_id, token_ids=[], finish_reason="error", error=message))
 
 
-async def watch_disconnect(receive: Callable[[], Awaitable[dict[str, object]]], feed: Feed) -> None:
+async def watch_disconnect(receive: Receive, feed: Feed) -> None:
     """Close the feed when the client hangs up. ``receive`` is the ASGI callable, its body already read."""
     while True:
         message = await receive()

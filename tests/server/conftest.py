@@ -33,7 +33,7 @@ class Live:
     """A running server and what stands behind it."""
 
     url: str
-    engine: FakeEngine
+    engine: Any  # FakeEngine, but for the tests of engine processes
     http: httpx.Client
     client: openai.OpenAI
 
@@ -48,7 +48,7 @@ class Live:
 
 
 @contextmanager
-def serve(tokenizer: Tokenizer, config: ServerConfig, engine: FakeEngine) -> Iterator[Live]:
+def serve(tokenizer: Tokenizer, config: ServerConfig, engine: Any) -> Iterator[Live]:
     listener = bind(config)
     server = make_server(build_app(engine, tokenizer, config, "fake"), config)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)

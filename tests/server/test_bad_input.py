@@ -216,15 +216,12 @@ def test_the_sdk_sees_its_own_error_classes(live: Live) -> None:
 
 def test_api_key(start: Start) -> None:
     live = start({"api_key": "sécret"})
-    for headers in (
-        {},
-        {"authorization": "Bearer wrong"},
-        {"authorization": "sécret".encode()},
-        {"authorization": "Bearer"},
-    ):
+    for sent in (None, "Bearer wrong", "sécret", "Bearer", "Basic sécret"):
+        headers = {} if sent is None else {b"authorization": sent.encode()}
         answer = live.http.get("/v1/models", headers=headers)
         check_error(answer, 401, "invalid_api_key", None, "Bearer")
-    assert live.http.get("/v1/models", headers={"authorization": "bearer sécret".encode()}).status_code == 200
+    right = {b"authorization": "bearer sécret".encode()}
+    assert live.http.get("/v1/models", headers=right).status_code == 200
     assert live.http.get("/health").status_code == 200 and live.http.get("/metrics").status_code == 200
     with pytest.raises(openai.AuthenticationError):
         live.client.models.list()

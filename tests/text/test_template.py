@@ -95,7 +95,7 @@ def test_equal_to_transformers(name: str, chat: list[dict[str, Any]], prompted: 
 def test_continuing_the_final_message(name: str, last: str) -> None:
     chat = [*CHATS[0], {"role": "assistant", "content": last}]
     ours = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>"})
-    options = {"add_generation_prompt": False, "continue_final_message": True}
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     assert ours.render(chat, **options) == theirs(TEMPLATES[name], chat, **options)
     assert ours.render(chat, **options).endswith(last if name == "chatml" else last.strip())
 

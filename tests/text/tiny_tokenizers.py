@@ -17,6 +17,13 @@ _CORPUS = [
 ]
 
 
+def add_tokens(raw: RawTokenizer) -> RawTokenizer:
+    """Special and ordinary added tokens."""
+    raw.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|begin|>", special=True)])
+    raw.add_tokens([AddedToken("<think>", special=False), AddedToken("ÿ日", special=False)])
+    return raw
+
+
 def byte_level() -> RawTokenizer:
     raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -25,7 +32,7 @@ def byte_level() -> RawTokenizer:
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[]
     )
     raw.train_from_iterator(_CORPUS * 3, trainer)
-    return raw
+    return add_tokens(raw)
 
 
 def _sentencepiece(strip: bool) -> RawTokenizer:
@@ -48,7 +55,7 @@ def _sentencepiece(strip: bool) -> RawTokenizer:
     raw.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
     )
-    return raw
+    return add_tokens(raw)
 
 
 def _metaspace() -> RawTokenizer:
@@ -56,7 +63,7 @@ def _metaspace() -> RawTokenizer:
     raw.pre_tokenizer = pre_tokenizers.Metaspace()
     raw.decoder = decoders.Metaspace()
     raw.train_from_iterator(_CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=[]))
-    return raw
+    return add_tokens(raw)
 
 
 def _wordpiece() -> RawTokenizer:
@@ -64,6 +71,15 @@ def _wordpiece() -> RawTokenizer:
     raw = RawTokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.decoder = decoders.WordPiece()
+    return add_tokens(raw)
+
+
+def letters(count: int) -> RawTokenizer:
+    """Exactly ``count`` tokens: the end token, then a, b, c ... For models whose vocabulary is as small."""
+    pieces = ["<|end|>", *(chr(ord("a") + i) for i in range(count - 1))]
+    raw = RawTokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, []))
+    raw.decoder = decoders.Fuse()
+    raw.add_special_tokens([AddedToken("<|end|>", special=True)])
     return raw
 
 
@@ -77,8 +93,7 @@ MAKERS: dict[str, Callable[[], RawTokenizer]] = {
 
 
 def save_tokenizer(raw: RawTokenizer, folder: Path, **config: Any) -> Tokenizer:
-    raw.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|begin|>", special=True)])
-    raw.add_tokens([AddedToken("<think>", special=False), AddedToken("ÿ日", special=False)])
+    """Write the folder a model has, and read it."""
     raw.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|end|>", "bos_token": "<|begin|>", **config})
