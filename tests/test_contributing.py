@@ -65,6 +65,7 @@ def test_the_examples_work(copy: Path) -> None:
                     run(copy, shlex.split(command))
                     ran += 1
             elif name:
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 (copy / name).write_text(body)
     assert ran >= 4
 
