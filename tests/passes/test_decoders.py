@@ -90,6 +90,9 @@ FUSED: dict[str, tuple[str, ...]] = {
     "gpt_neox": (
         "add_layer_norm linear qkv_rope_write paged_attention layer_norm linear_act linear linear_add",
     ),
+    "qwen3_moe": (_ROUTED, _LLAMA_LIKE),
+}
+SLOW: dict[str, tuple[str, ...]] = {
     "granite": (
         "add_rms_norm linear qkv_rope_write paged_attention linear mul add_rms_norm linear_gated linear mul",
     ),
@@ -99,10 +102,7 @@ FUSED: dict[str, tuple[str, ...]] = {
     "stablelm": (
         "add_layer_norm linear qkv_rope_write paged_attention linear add_layer_norm linear_gated linear",
     ),
-    "qwen3_moe": (_ROUTED, _LLAMA_LIKE),
     "gpt_oss": (_ROUTED.replace("group topk group", "topk softmax"),) * 2,
-}
-SLOW = {
     "qwen2": (_LLAMA_LIKE,),
     "qwen3": (_LLAMA_LIKE,),
     "mistral": (_LLAMA_LIKE,),
