@@ -87,7 +87,9 @@ def test_stop_strings_cut_the_text_and_free_the_request(llm: LLM) -> None:
     stop = whole.text[4:7]
     at = whole.text.index(stop)
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop=(stop,))
+    before = llm._engine.stats().steps  # type: ignore[attr-defined]
     cut = llm.generate("abc", params)[0].outputs[0]
+    assert llm._engine.stats().steps - before < at + 8, "the engine went on after the stop string"  # type: ignore[attr-defined]
     assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole.text[:at], "stop", stop)
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)] and len(cut.token_ids) < len(
         whole.token_ids
@@ -107,8 +109,10 @@ def test_chat_renders_the_template(llm: LLM) -> None:
 def test_a_stream_that_is_left_holds_nothing(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     stream = llm.stream("abc", params)
+    before = llm._engine.stats().steps  # type: ignore[attr-defined]
     assert next(stream)
     stream.close()
+    assert llm._engine.stats().steps - before < 8, "the engine went on after the reader left"  # type: ignore[attr-defined]
     assert not llm._engine.has_unfinished()
     assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == alone(llm, "abc")[0]
 

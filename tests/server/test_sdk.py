@@ -43,6 +43,12 @@ def test_chat_streams_what_it_gives_whole(live: Live, tokenizer: Tokenizer) -> N
     assert len({c.id for c in chunks}) == 1 and all(c.usage is None for c in chunks)
 
 
+def test_nothing_is_sent_while_a_character_is_not_whole(live: Live, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a🙃b🙃")
+    chunks = list(live.client.completions.create(model="fake", prompt=ids, max_tokens=len(ids) + 1, stream=True))
+    assert [c.choices[0].text for c in chunks] == ["a", "🙃", "b", "🙃", "a"]
+
+
 def test_async_client_and_many_at_once(live: Live, tokenizer: Tokenizer) -> None:
     async def one(client: openai.AsyncOpenAI, text: str) -> str:
         stream = await client.chat.completions.create(
