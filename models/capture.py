@@ -23,10 +23,11 @@ from compilerllm.ir.graph import DimDecl, Module
 from compilerllm.ir.recipe import Read
 from compilerllm.ir.types import TensorType
 from compilerllm.models import interfaces
-from compilerllm.models.errors import CaptureError, ModelError, UnknownArchitecture
+from compilerllm.models.errors import CaptureError, ModelError, UnknownArchitecture, first_line
 from compilerllm.models.kinds import LayerPlan, one_of_each, plan_layers, restore_buffers
-from compilerllm.models.lower import DTYPES, Shapes, Source, bounds
+from compilerllm.models.lower import Source
 from compilerllm.models.opset import ops
+from compilerllm.models.shapes import DTYPES, Shapes, bounds
 from compilerllm.models.stitch import stitch
 from compilerllm.models.swaps import Swaps, swapped
 
@@ -69,22 +70,23 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> Any:
 
     interfaces.register()
     config = copy.deepcopy(config)
+    # Built as eager: some classes look their attention up by name while they are made, and know none but theirs.
     for part in (config, config.get_text_config()):
-        part._attn_implementation_internal = interfaces.NAME
-        part._experts_implementation_internal = interfaces.NAME
+        part._attn_implementation_internal = part._experts_implementation_internal = "eager"
     try:
         with torch.device("meta"), _quiet():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever its constructor raises
         if type(config) in AutoModelForCausalLM._model_mapping:
-            raise CaptureError(f"transformers cannot build this {config.model_type} model: {error}") from error
+            raise CaptureError(
+                f"transformers cannot build this {config.model_type} model from its configuration: {first_line(error)}"
+            ) from error
         raise UnknownArchitecture(
             f"{config.model_type!r} ({type(config).__name__}) has no causal language model in the installed transformers; "
             "upgrade transformers, or choose a decoder-only model"
         ) from error
     for part in (model.config, model.config.get_text_config()):
-        part._attn_implementation_internal = interfaces.NAME
-        part._experts_implementation_internal = interfaces.NAME
+        part._attn_implementation_internal = part._experts_implementation_internal = interfaces.NAME
     return model.eval()
 
 
@@ -135,7 +137,7 @@ def capture(
     plan = plan_layers(model, text_config, packed)
     unknown = restore_buffers(model)
     with one_of_each(model, text_config, plan) as layers, swapped(model) as count:
-        constants = {n: b for n, b in model.named_buffers(remove_duplicate=False)}
+        constants = dict(model.named_buffers(remove_duplicate=False))
         exported, names = _export(model, layers, text_config)
         swaps = count()
     graph, shapes, dims, inputs, sources = _sources(exported, names, constants, unknown, packed, plan, tied)
@@ -186,11 +188,14 @@ def _export(model: Any, layers: nn.ModuleList, config: Any) -> tuple[Any, dict[s
             ).run_decompositions({})  # fmt: skip
     except ModelError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a model's code or the tracer raises ends the capture
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CaptureError(f"{type(model).__name__} cannot be traced: {first}") from error
+    except Exception as error:  # whatever the model's code or the tracer raises
+        raise CaptureError(f"{type(model).__name__} cannot be traced: {first_line(error)}") from error
     signature = exported.graph_signature
-    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    names = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
     return exported, {k: v.removeprefix("model_.") for k, v in names.items()}
 
 
@@ -200,7 +205,10 @@ def _sources(
 ) -> tuple[fx.Graph, Shapes, list[DimDecl], dict[fx.Node, str], dict[fx.Node, Source]]:  # fmt: skip
     signature = exported.graph_signature
     graph: fx.Graph = exported.graph_module.graph
-    lifted = {name: exported.constants[target] for name, target in signature.inputs_to_lifted_tensor_constants.items()}
+    lifted = {
+        name: exported.constants[target]
+        for name, target in signature.inputs_to_lifted_tensor_constants.items()
+    }
     loose = {f"model_.{n}" for n in constants} & set(getattr(signature, "non_persistent_buffers", ()))
     inputs: dict[fx.Node, str] = {}
     sources: dict[fx.Node, Source] = {}
@@ -211,7 +219,9 @@ def _sources(
             inputs[node] = node.name
             size = node.meta["val"].shape[1]
             if not isinstance(size, torch.SymInt):
-                raise CaptureError("the number of tokens became a constant in the trace; the model cannot run at other lengths")
+                raise CaptureError(
+                    "the number of tokens became a constant in the trace; the model cannot run at other lengths"
+                )
             env, torch_symbol = size.node.shape_env, size.node.expr.name
             continue
         name = names[node.name]
@@ -219,10 +229,12 @@ def _sources(
         if f"model_.{name}" in loose:
             constant = constants[name]
             if name in unknown and node.users:
-                raise CaptureError(f"buffer {name} is in no checkpoint and its value cannot be computed from the configuration")
+                raise CaptureError(
+                    f"buffer {name} is in no checkpoint and its value cannot be computed from the configuration"
+                )
         original = _original_name(name, plan)
         sources[node] = Source(name, Read(tied.get(original, name)), packed.get(original), constant)
-    low, high = bounds(env, torch_symbol)
+    _, high = bounds(env, torch_symbol)
     return graph, Shapes({torch_symbol: symbol("T").name}), [DimDecl("T", 0, high)], inputs, sources
 
 

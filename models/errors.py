@@ -29,3 +29,9 @@ class UnsupportedOperator(ModelError):
 
 class WeightMismatch(ModelError):
     """A weight the model needs and the checkpoint lacks, or has in another shape."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's exception says, cut to one line; its class's name where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

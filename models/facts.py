@@ -66,7 +66,9 @@ def max_positions(config: Any) -> int:
     return limit
 
 
-def model_facts(name: str, config: Any, dtype: str, windows: tuple[int, ...], generation: Mapping[str, Any]) -> ModelFacts:
+def model_facts(
+    name: str, config: Any, dtype: str, windows: tuple[int, ...], generation: Mapping[str, Any]
+) -> ModelFacts:
     text = config.get_text_config()
     eos = dict.fromkeys((*ids(generation.get("eos_token_id")), *ids(text.eos_token_id)))
     return ModelFacts(

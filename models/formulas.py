@@ -3,6 +3,8 @@
 Each rounds where the IR op says it rounds, so that a match in bfloat16, bit for bit, tells spellings apart.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,7 +21,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, round_
     return (normed * (weight.float() + offset)).to(x.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, round_first: bool) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, round_first: bool
+) -> Tensor:
     """x [..., K], weight and bias [K]."""
     wide = x.float()
     centred = wide - wide.mean(-1, keepdim=True)
@@ -44,7 +48,9 @@ def rotary_table(
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, half_width: bool, f32: bool) -> Tensor:
+def rope(
+    x: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, half_width: bool, f32: bool
+) -> Tensor:
     """x [..., H, T, D] (head_axis -3) or [..., T, H, D] (-2); cos and sin [..., T, W]. Columns past W pass."""
     cos, sin = cos.unsqueeze(head_axis), sin.unsqueeze(head_axis)
     width = cos.shape[-1] * (2 if half_width else 1)
@@ -66,7 +72,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, half_w
     return torch.cat((result.to(x.dtype), rest), dim=-1) if rest.shape[-1] else result.to(x.dtype)
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),

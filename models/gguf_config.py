@@ -71,7 +71,9 @@ def _rope(keys: _Keys, theta: float = 10000.0) -> dict[str, Any]:
     elif kind == "linear":
         rope |= {"rope_type": "linear", "factor": keys["rope.scaling.factor"]}
     elif kind not in (None, "none"):
-        raise InvalidCheckpoint(f"{keys.file.path}: rotary scaling {kind!r} in GGUF is not supported; use the safetensors model")
+        raise InvalidCheckpoint(
+            f"{keys.file.path}: rotary scaling {kind!r} in GGUF is not supported; use the safetensors model"
+        )
     return rope
 
 
@@ -169,5 +171,7 @@ def gguf_config(file: GgufFile) -> Any:
             f"{file.path} is a GGUF file of architecture {keys.architecture!r}; those that can be read are "
             f"{', '.join(sorted(_READERS))}. Use the model's safetensors checkpoint instead"
         )
-    values = {k: v for k, v in _READERS[keys.architecture](keys).items() if v is not None or k == "sliding_window"}
+    values = {
+        k: v for k, v in _READERS[keys.architecture](keys).items() if v is not None or k == "sliding_window"
+    }
     return AutoConfig.for_model(values.pop("model_type"), **values)

@@ -32,7 +32,9 @@ def gguf_table(
 
     kind = next((k for k, v in MODEL_ARCH_NAMES.items() if v == architecture), None)
     if kind is None:
-        raise UnknownArchitecture(f"GGUF architecture {architecture!r} is unknown to the installed gguf; upgrade the package")
+        raise UnknownArchitecture(
+            f"GGUF architecture {architecture!r} is unknown to the installed gguf; upgrade the package"
+        )
     names = get_tensor_name_map(kind, int(config.num_hidden_layers))
     stored = set(source.names())
 
@@ -44,8 +46,12 @@ def gguf_table(
     for name, wanted in types.items():
         merged = _MERGED_EXPERTS.match(name)
         if merged:
-            parts = [find(f"{merged[1]}.{p}_proj.weight") or find(f"{merged[1]}.{p}_proj") for p in ("gate", "up")]
-            parts = [p or _expert_part(name, kind, stored) for p, kind in zip(parts, ("gate", "up"), strict=True)]
+            parts = [
+                find(f"{merged[1]}.{p}_proj.weight") or find(f"{merged[1]}.{p}_proj") for p in ("gate", "up")
+            ]
+            parts = [
+                p or _expert_part(name, kind, stored) for p, kind in zip(parts, ("gate", "up"), strict=True)
+            ]
             if all(parts):
                 table[name] = Concat(tuple(Read(str(p)) for p in parts), 1)
             continue
@@ -67,7 +73,7 @@ def _undone(architecture: str, config: Any, name: str, wanted: TensorType, read:
     part = re.search(r"\.(q|k)_proj\.(weight|bias)$", name)
     if architecture in _REORDERED_HEADS and part:
         heads = config.num_attention_heads if part[1] == "q" else config.num_key_value_heads
-        shape = tuple(int(d) for d in wanted.shape)  # type: ignore[arg-type]
+        shape = tuple(int(d) for d in wanted.shape)
         split = (int(heads), shape[0] // int(heads) // 2, 2, *shape[1:])
         return Reshape(Permute(Reshape(read, split), (0, 2, 1, *range(3, len(split)))), shape)
     if architecture in _NORM_PLUS_ONE and name.endswith("norm.weight"):

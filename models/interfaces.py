@@ -32,7 +32,9 @@ def attention(
     """q [1, H, T, D], k and v [1, Hk, T, D] to [1, T, H, Dv], through one node over [T, H, D]."""
     where = type(module).__name__
     if attention_mask is not None:
-        raise CaptureError(f"{where} passes a mask tensor to its attention; only causal and windowed masks are known")
+        raise CaptureError(
+            f"{where} passes a mask tensor to its attention; only causal and windowed masks are known"
+        )
     for name, given in others.items():
         if given is not None and given is not False and name not in _HARMLESS:
             raise CaptureError(f"{where} calls attention with {name}=, which this compiler does not know")
@@ -53,11 +55,12 @@ def experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Ten
         return batched_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
     act, interleaved, limit, alpha = form
     bias = module.has_bias
-    return ops.experts(
+    out: Tensor = ops.experts(
         hidden, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj,
         module.gate_up_proj_bias if bias else None, module.down_proj_bias if bias else None,
         act, interleaved, bool(module.is_transposed), limit, alpha,
     )  # fmt: skip
+    return out
 
 
 def probe_experts(module: Any) -> tuple[str, bool, float, float] | None:

@@ -47,15 +47,24 @@ def _scalar(value: Any) -> bool:
     return isinstance(value, _SCALARS) or (isinstance(value, tuple | list) and all(_scalar(v) for v in value))
 
 
-def signature(layer: nn.Module, per_layer: tuple[Any, ...], stored: Mapping[str, str], prefix: str) -> tuple[Any, ...]:
+def signature(
+    layer: nn.Module, per_layer: tuple[Any, ...], stored: Mapping[str, str], prefix: str
+) -> tuple[Any, ...]:
     """What two layers must have in common to share a function. ``stored``: packed dtypes by global parameter name."""
     parts: list[Any] = [per_layer]
     for path, module in layer.named_modules():
         scalars = tuple(
-            (k, str(v)) for k, v in sorted(vars(module).items()) if k not in _INDEX_NAMES and k[0] != "_" and _scalar(v)
+            (k, str(v))
+            for k, v in sorted(vars(module).items())
+            if k not in _INDEX_NAMES and k[0] != "_" and _scalar(v)
         )
         shapes = tuple(
-            (name, tuple(p.shape), str(p.dtype), stored.get(f"{prefix}.{path}.{name}" if path else f"{prefix}.{name}"))
+            (
+                name,
+                tuple(p.shape),
+                str(p.dtype),
+                stored.get(f"{prefix}.{path}.{name}" if path else f"{prefix}.{name}"),
+            )
             for group in (module.named_parameters, module.named_buffers)
             for name, p in group(recurse=False)
         )
@@ -131,7 +140,9 @@ def restore_buffers(model: nn.Module) -> set[str]:
         for name in names:
             old = module._buffers[name]
             assert old is not None
-            blank = float("nan") if old.is_floating_point() else (False if old.dtype == torch.bool else -(2**7))
+            blank = (
+                float("nan") if old.is_floating_point() else (False if old.dtype == torch.bool else -(2**7))
+            )
             module._buffers[name] = torch.full(old.shape, blank, dtype=old.dtype)
         with torch.no_grad():
             owner._init_weights(module)

@@ -18,22 +18,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from compilerllm.ir.builder import Builder, prune
-from compilerllm.ir.dims import Dim, FloorDiv, dim, symbol
+from compilerllm.ir.dims import Dim
 from compilerllm.ir.errors import TypeMismatch
 from compilerllm.ir.graph import Attr, Graph, Origin, Value
 from compilerllm.ir.recipe import Literal, Permute, Read, Recipe
 from compilerllm.ir.types import TensorType
 from compilerllm.models.errors import UnsupportedOperator
+from compilerllm.models.shapes import Shapes, bounds, dtype_name
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
-}  # fmt: skip
 MAX_LITERAL = 1 << 20  # elements of a constant that may be written into a graph
 
 
@@ -74,56 +70,6 @@ def rule(*targets: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Its IR name. Raises ``UnsupportedOperator`` for complex, quantised and 8-bit float types."""
-    if dtype not in DTYPES:
-        raise UnsupportedOperator(f"tensors of {dtype} have no place in the IR; convert them to a float or integer type")
-    return DTYPES[dtype]
-
-
-class Shapes:
-    """Torch's symbols under our names, with the bounds the tracer gave them."""
-
-    def __init__(self, names: Mapping[str, str] | None = None) -> None:
-        self._names = dict(names or {})
-
-    def dim(self, value: Any) -> Dim:
-        """A size as a dimension. Raises ``UnsupportedOperator`` for what is no sum, product or floored quotient."""
-        if isinstance(value, int):
-            return int(value)
-        return dim(self._convert(value.node.expr if hasattr(value, "node") else value))
-
-    def name(self, torch_symbol: str) -> str:
-        """Our name of a symbol: the one given, or ``T0``, ``T1`` ... in order of appearance."""
-        if torch_symbol not in self._names:
-            self._names[torch_symbol] = f"T{len(self._names)}"
-        return self._names[torch_symbol]
-
-    @property
-    def symbols(self) -> Mapping[str, str]:
-        return self._names
-
-    def _convert(self, expr: sympy.Expr) -> sympy.Expr:
-        if expr.is_Integer:
-            return expr
-        if expr.is_Symbol:
-            return symbol(self.name(expr.name))
-        args = [self._convert(a) for a in expr.args]
-        match type(expr).__name__:
-            case "Add":
-                return sympy.Add(*args)
-            case "Mul":
-                return sympy.Mul(*args)
-            case "Pow" if args[1].is_Integer and args[1] > 0:
-                return sympy.Pow(*args)
-            case "FloorDiv" | "CleanDiv":
-                return FloorDiv(*args)
-        raise UnsupportedOperator(f"a size of {expr} cannot be written in the IR (sums, products, floored quotients can)")
-
-    def type(self, tensor: torch.Tensor) -> TensorType:
-        return TensorType(dtype_name(tensor.dtype), tuple(self.dim(s) for s in tensor.shape))
 
 
 class Lowering:
@@ -207,21 +153,25 @@ class Lowering:
         if constant.dim() == 0:
             return Scalar(constant.item(), kind)
         flat = tuple(float(v) for v in constant.double().flatten().tolist())
-        return self.b.param(source.name, TensorType(kind, tuple(constant.shape)), Literal(kind, tuple(constant.shape), flat))
+        return self.b.param(
+            source.name, TensorType(kind, tuple(constant.shape)), Literal(kind, tuple(constant.shape), flat)
+        )
 
     # Nodes
 
     def run(self, node: fx.Node) -> None:
         """Lower one ``call_function`` node (sizes and assertions lower to nothing)."""
         if node.op != "call_function":
-            raise UnsupportedOperator(f"FX node {node.name} is a {node.op}; only functionalised graphs can be lowered")
+            raise UnsupportedOperator(
+                f"FX node {node.name} is a {node.op}; only functionalised graphs can be lowered"
+            )
         if not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
             return
         target = str(node.target)
         if target == "<built-in function getitem>":
-            picked = self.env[node.args[0]]  # type: ignore[index]
+            picked = self.env[self.arg(node, 0)]
             assert isinstance(picked, tuple)
-            found = picked[node.args[1]]  # type: ignore[index, call-overload]
+            found = picked[self.arg(node, 1)]
             if found is None:
                 raise UnsupportedOperator(f"{node.name} takes a result of {node.args[0]} that is no tensor")
             self.env[node] = found
@@ -256,14 +206,20 @@ class Lowering:
         return self._opaque(node, target)
 
     def _types(self, node: fx.Node) -> str:
-        return ", ".join(str(self.shapes.type(n.meta["val"])) for n in node.all_input_nodes if _is_tensor(n)) or "no tensors"
+        return (
+            ", ".join(str(self.shapes.type(n.meta["val"])) for n in node.all_input_nodes if _is_tensor(n))
+            or "no tensors"
+        )
 
     def _typed(self, node: fx.Node, result: Result) -> bool:
         """Whether a rule's result has the types torch inferred."""
         if isinstance(result, Value):
             return result.type == self.type(node)
         if isinstance(result, tuple):
-            return all(r is None or (isinstance(r, Value) and r.type == self.type(node, i)) for i, r in enumerate(result))
+            return all(
+                r is None or (isinstance(r, Value) and r.type == self.type(node, i))
+                for i, r in enumerate(result)
+            )
         return True
 
     def _opaque(self, node: fx.Node, target: str) -> Result:
@@ -288,17 +244,21 @@ class Lowering:
                     return f"%{len(operands) - 1}"
             if isinstance(argument, torch.SymInt):
                 return self.shapes.dim(argument)
-            raise UnsupportedOperator(f"{target}: argument {argument!r} of type {type(argument).__name__} cannot be kept")
+            raise UnsupportedOperator(
+                f"{target}: argument {argument!r} of type {type(argument).__name__} cannot be kept"
+            )
 
         dropped = ("device", "layout", "pin_memory", "memory_format")
         args = tuple(template(a) for a in node.args)
         kwargs = tuple((k, template(v)) for k, v in node.kwargs.items() if v is not None and k not in dropped)
-        attrs: dict[str, Attr] = {"target": target, "args": args} | ({"kwargs": kwargs} if kwargs else {})
+        attrs: dict[str, Any] = {"target": target, "args": args} | ({"kwargs": kwargs} if kwargs else {})
         val = node.meta["val"]
         several = isinstance(val, tuple | list)
         tensors = [v for v in (val if several else [val]) if isinstance(v, torch.Tensor)]
         hint = target.split(".")[-2]
-        outputs = self.b.emit_many("aten", *operands, types=[self.shapes.type(t) for t in tensors], name=hint, **attrs)
+        outputs = self.b.emit_many(
+            "aten", *operands, types=[self.shapes.type(t) for t in tensors], name=hint, **attrs
+        )
         if not several:
             return outputs[0]
         rest = iter(outputs)
@@ -358,11 +318,12 @@ def lower_fx(
                 shapes.dim(node.meta["val"])
         elif node.op == "get_attr":
             constants[str(node.target)] = tensor = _attribute(gm, str(node.target))
-            low.sources[node] = Source(str(node.target), Read(str(node.target)), constant=tensor if tensor.dim() == 0 else None)
+            low.sources[node] = Source(
+                str(node.target), Read(str(node.target)), constant=tensor if tensor.dim() == 0 else None
+            )
             node.meta.setdefault("val", tensor)
         elif node.op == "output":
-            for result in _flat(node.args[0]):
-                slots.append(_output(low, result, results))
+            slots.extend(_output(low, result, results) for result in _flat(node.args[0]))
         elif node in used:
             low.run(node)
     _declare(builder, shapes, gm)
@@ -375,7 +336,9 @@ def _attribute(gm: fx.GraphModule, target: str) -> torch.Tensor:
     for part in target.split("."):
         found = getattr(found, part)
     if not isinstance(found, torch.Tensor):
-        raise UnsupportedOperator(f"the graph holds {target}, a {type(found).__name__}; only tensors can be lowered")
+        raise UnsupportedOperator(
+            f"the graph holds {target}, a {type(found).__name__}; only tensors can be lowered"
+        )
     return found
 
 
@@ -418,19 +381,6 @@ def _symbolic_sizes(gm: fx.GraphModule) -> list[Any]:
         elif isinstance(val, torch.SymInt):
             sizes.append(val)
     return sizes
-
-
-def bounds(env: Any, torch_name: str) -> tuple[int, int]:
-    """The range the tracer knows of a symbol, cut to what a dimension may have."""
-    limit = 2**31 - 1
-    if env is None:
-        return 0, limit
-    for key, known in env.var_to_range.items():
-        if key.name == torch_name:
-            low = max(0, int(known.lower)) if known.lower.is_finite else 0
-            high = min(limit, int(known.upper)) if getattr(known.upper, "is_finite", False) else limit
-            return low, high
-    return 0, limit
 
 
 def load_rules() -> Mapping[str, Rule]:

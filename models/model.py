@@ -12,8 +12,8 @@ from compilerllm.kernels.launch.weights import SourceSpec, WeightSource
 from compilerllm.models.capture import Captured, build_skeleton, capture, parameter_types
 from compilerllm.models.facts import ModelFacts, generation_config, model_facts
 from compilerllm.models.gguf_names import gguf_table
-from compilerllm.models.lower import DTYPES
 from compilerllm.models.resolve import ResolvedCheckpoint
+from compilerllm.models.shapes import DTYPES
 from compilerllm.models.tokenizer import gguf_generation
 from compilerllm.models.weights import Names, conversion_table
 
@@ -44,7 +44,9 @@ def capture_checkpoint(checkpoint: ResolvedCheckpoint, *, keep_packed: bool = Fa
         spec = replace(spec, tensors={n: (t.dtype, _shape(t)) for n, t in types.items() if n not in tied})
     source = spec.open()
     names = Names(_table(checkpoint, spec, skeleton, types, source), types, tied, source)
-    packed = {n: p for n in types if (p := names.packed_dtype(n))} if keep_packed and spec.kind == "gguf" else {}
+    packed = (
+        {n: p for n in types if (p := names.packed_dtype(n))} if keep_packed and spec.kind == "gguf" else {}
+    )
     captured = capture(checkpoint.config, checkpoint.dtype, packed=packed, skeleton=skeleton)
     generation = _generation(checkpoint)
     dtype = DTYPES[checkpoint.dtype]
@@ -53,11 +55,15 @@ def capture_checkpoint(checkpoint: ResolvedCheckpoint, *, keep_packed: bool = Fa
 
 
 def _shape(type: TensorType) -> tuple[int, ...]:
-    return tuple(int(d) for d in type.shape)  # type: ignore[arg-type]
+    return tuple(int(d) for d in type.shape)
 
 
 def _table(
-    checkpoint: ResolvedCheckpoint, spec: SourceSpec, skeleton: Any, types: Mapping[str, TensorType], source: WeightSource
+    checkpoint: ResolvedCheckpoint,
+    spec: SourceSpec,
+    skeleton: Any,
+    types: Mapping[str, TensorType],
+    source: WeightSource,
 ) -> Mapping[str, Recipe]:
     match spec.kind:
         case "safetensors":
@@ -74,5 +80,10 @@ def _generation(checkpoint: ResolvedCheckpoint) -> dict[str, Any]:
 
 
 def _windows(module: Module) -> tuple[int, ...]:
-    found = {n.integer("window", 0) for graph in module.functions.values() for n in graph.nodes if n.op == "attention"}
+    found = {
+        n.integer("window", 0)
+        for graph in module.functions.values()
+        for n in graph.nodes
+        if n.op == "attention"
+    }
     return tuple(sorted(found - {0}))

@@ -4,19 +4,29 @@ They exist only while a model is traced under fake tensors: each has a shape rul
 into the IR op of the same name. ``enter`` and ``leave`` mark where a decoder layer begins and ends.
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 NAMESPACE = "compilerllm"
-_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 def _define(schema: str) -> None:
     _LIBRARY.define(schema)
 
 
-def _fake(name: str) -> "torch._library.fake_impl.Any":
-    return torch.library.register_fake(f"{NAMESPACE}::{name}", lib=_LIBRARY)
+def _fake(name: str) -> Callable[[Rule], Rule]:
+    """Register a shape rule."""
+
+    def register(rule: Rule) -> Rule:
+        torch.library.register_fake(f"{NAMESPACE}::{name}", rule, lib=_LIBRARY)
+        return rule
+
+    return register
 
 
 _define("enter(Tensor x, int index) -> Tensor")
@@ -55,7 +65,9 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, round
 
 
 @_fake("layer_norm")
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, round_first: bool) -> Tensor:
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, round_first: bool
+) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -77,7 +89,14 @@ def _rope(
 
 @_fake("attention")
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, causal: bool, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
 

@@ -10,7 +10,13 @@ import torch
 
 from compilerllm.kernels.launch.files import GgufFile
 from compilerllm.kernels.launch.weights import SourceSpec
-from compilerllm.models.errors import CheckpointNotFound, InvalidCheckpoint, ModelError, UnknownArchitecture
+from compilerllm.models.errors import (
+    CheckpointNotFound,
+    InvalidCheckpoint,
+    ModelError,
+    UnknownArchitecture,
+    first_line,
+)
 from compilerllm.models.gguf_config import gguf_config
 
 LoadFormat = Literal["auto", "dummy"]
@@ -41,7 +47,11 @@ class ResolvedCheckpoint:
 
 
 def resolve(
-    model: Any, *, dtype: str | torch.dtype = "auto", load_format: LoadFormat = "auto", revision: str | None = None
+    model: Any,
+    *,
+    dtype: str | torch.dtype = "auto",
+    load_format: LoadFormat = "auto",
+    revision: str | None = None,
 ) -> ResolvedCheckpoint:
     """Find a model and read its configuration; no weight is read.
 
@@ -51,7 +61,9 @@ def resolve(
     if load_format not in ("auto", "dummy"):
         raise ModelError(f"load_format is {load_format!r}; it must be auto or dummy")
     if hasattr(model, "to_dict") and hasattr(model, "model_type"):
-        return ResolvedCheckpoint("config", str(model.model_type), None, model, _dtype(dtype, model), SourceSpec("dummy"))
+        return ResolvedCheckpoint(
+            "config", str(model.model_type), None, model, _dtype(dtype, model), SourceSpec("dummy")
+        )
     text = os.fspath(model)
     path = Path(text).expanduser()
     if path.is_file():
@@ -76,12 +88,16 @@ def resolve(
 
 def _resolve_file(path: Path, dtype: str | torch.dtype, load_format: LoadFormat) -> ResolvedCheckpoint:
     if path.suffix == ".safetensors":
-        raise CheckpointNotFound(f"{path} is a weight file alone; give the folder it is in, with its config.json")
+        raise CheckpointNotFound(
+            f"{path} is a weight file alone; give the folder it is in, with its config.json"
+        )
     file = GgufFile(path)
     config = gguf_config(file)
     spec = SourceSpec("dummy") if load_format == "dummy" else SourceSpec("gguf", str(path))
     scheme = str(file.metadata["general.architecture"])
-    return ResolvedCheckpoint("gguf", path.stem, path, config, _dtype(dtype, config, torch.bfloat16), spec, scheme)
+    return ResolvedCheckpoint(
+        "gguf", path.stem, path, config, _dtype(dtype, config, torch.bfloat16), spec, scheme
+    )
 
 
 def _dtype(asked: str | torch.dtype, config: Any, default: torch.dtype = torch.float32) -> torch.dtype:
@@ -98,27 +114,38 @@ def _dtype(asked: str | torch.dtype, config: Any, default: torch.dtype = torch.f
 
 
 def _config(folder: Path) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    file = folder / "config.json"
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except StrictDataclassError as error:
+        reason = first_line(error.__cause__ or error)
+        raise InvalidCheckpoint(
+            f"{file} contradicts itself: {reason} Download it again, or mend it"
+        ) from error
     except ValueError as error:
-        message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if "model type" in str(error) or "Unrecognized model" in str(error) or "trust_remote_code" in str(error):
+        if (
+            "model type" in str(error)
+            or "Unrecognized model" in str(error)
+            or "trust_remote_code" in str(error)
+        ):
             raise UnknownArchitecture(
-                f"{folder / 'config.json'} names an architecture that the installed transformers does not have ({message}); "
+                f"{file} names an architecture that the installed transformers does not have ({first_line(error)}); "
                 "upgrade transformers, or use another model"
             ) from error
-        raise InvalidCheckpoint(f"{folder / 'config.json'} cannot be used: {message}") from error
+        raise InvalidCheckpoint(f"{file} cannot be used: {first_line(error)}") from error
     except (OSError, TypeError, KeyError, AttributeError) as error:
-        message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidCheckpoint(f"{folder / 'config.json'} cannot be read: {message}; download it again") from error
+        raise InvalidCheckpoint(f"{file} cannot be read: {first_line(error)}; download it again") from error
 
 
 def _check_quantization(folder: Path, config: Any) -> None:
     found = getattr(config, "quantization_config", None)
     if found:
-        method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+        method = (
+            found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+        )
         raise InvalidCheckpoint(
             f"{folder} is quantised by {method or 'an unknown method'}, which cannot be loaded yet; use the bfloat16 "
             "checkpoint, or a GGUF file"
@@ -131,14 +158,23 @@ def _download(name: str, revision: str | None) -> Path:
         raise CheckpointNotFound(f"{name} is no folder, no file and no hub id (org/name); check the path")
     import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(_HUB_FILES)))
     except GatedRepoError as error:
-        raise CheckpointNotFound(f"{name} needs its licence accepted on the hub, and HF_TOKEN set to a token of yours") from error
+        raise CheckpointNotFound(
+            f"{name} needs its licence accepted on the hub, and HF_TOKEN set to a token of yours"
+        ) from error
     except RepositoryNotFoundError as error:
-        raise CheckpointNotFound(f"{name} is no folder here and no model on the hub (or a private one: set HF_TOKEN)") from error
+        raise CheckpointNotFound(
+            f"{name} is no folder here and no model on the hub (or a private one: set HF_TOKEN)"
+        ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
         raise CheckpointNotFound(
             f"{name} is no folder here, is not in the hub's local cache, and the hub cannot be reached "

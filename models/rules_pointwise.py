@@ -8,7 +8,8 @@ from torch import fx
 
 from compilerllm.ir.graph import Value
 from compilerllm.ir.types import FLOAT_DTYPES, TensorType
-from compilerllm.models.lower import Lowering, Result, Scalar, dtype_name, rule
+from compilerllm.models.lower import Lowering, Result, Scalar, rule
+from compilerllm.models.shapes import dtype_name
 
 _UNARY = (
     "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "sigmoid", "silu", "relu", "sin", "cos", "erf",
@@ -38,7 +39,7 @@ def round_scalar(scalar: Scalar, dtype: str) -> Scalar:
 def _unary_rule(op: str) -> None:
     @rule(f"aten.{op}.default")
     def lower(low: Lowering, node: fx.Node) -> Result | None:
-        x = low.value(node.args[0])
+        x = low.value(low.arg(node, 0))
         if not x.tensor.is_float and op not in ("neg", "abs", "logical_not", "square"):
             x = low.b.emit("cast", x, dtype="f32")
         if op == "logical_not" and x.dtype != "bool":
@@ -53,12 +54,12 @@ for _op in _UNARY:
 @rule("aten.gelu.default")
 def _gelu(low: Lowering, node: fx.Node) -> Result | None:
     how = low.arg(node, 1, "approximate", "none")
-    return low.b.emit("gelu" if how == "none" else "gelu_tanh", low.value(node.args[0]))
+    return low.b.emit("gelu" if how == "none" else "gelu_tanh", low.value(low.arg(node, 0)))
 
 
 @rule("aten.bitwise_not.default")
 def _bitwise_not(low: Lowering, node: fx.Node) -> Result | None:
-    x = low.value(node.args[0])
+    x = low.value(low.arg(node, 0))
     return low.b.emit("logical_not", x) if x.dtype == "bool" else None
 
 
@@ -89,7 +90,7 @@ def _binary_rule(name: str, op: str) -> None:
     def lower(low: Lowering, node: fx.Node) -> Result | None:
         if low.arg(node, 2, "alpha", 1) != 1:
             return None
-        return binary(low, op, low.operand(node.args[0]), low.operand(node.args[1]), low.type(node))
+        return binary(low, op, low.operand(low.arg(node, 0)), low.operand(low.arg(node, 1)), low.type(node))
 
 
 _OVERLOADS = {
@@ -106,22 +107,22 @@ def _div_mode(low: Lowering, node: fx.Node) -> Result | None:
     if mode not in (None, "floor"):
         return None
     op = "div" if mode is None else "floor_div"
-    return binary(low, op, low.operand(node.args[0]), low.operand(node.args[1]), low.type(node))
+    return binary(low, op, low.operand(low.arg(node, 0)), low.operand(low.arg(node, 1)), low.type(node))
 
 
 @rule("aten.rsub.Tensor", "aten.rsub.Scalar")
 def _rsub(low: Lowering, node: fx.Node) -> Result | None:
     if low.arg(node, 2, "alpha", 1) != 1:
         return None
-    return binary(low, "sub", low.operand(node.args[1]), low.operand(node.args[0]), low.type(node))
+    return binary(low, "sub", low.operand(low.arg(node, 1)), low.operand(low.arg(node, 0)), low.type(node))
 
 
-@rule("aten.bitwise_and.Tensor", "aten.bitwise_or.Tensor")
+@rule("aten.bitwise_and.Tensor", "aten.bitwise_or.Tensor", "aten.__and__.Tensor", "aten.__or__.Tensor")
 def _bitwise(low: Lowering, node: fx.Node) -> Result | None:
     if low.type(node).dtype != "bool":
         return None
     op = "logical_and" if "and" in str(node.target) else "logical_or"
-    return low.b.emit(op, low.value(node.args[0]), low.value(node.args[1]))
+    return low.b.emit(op, low.value(low.arg(node, 0)), low.value(low.arg(node, 1)))
 
 
 @rule("aten.where.self")
@@ -131,18 +132,18 @@ def _where(low: Lowering, node: fx.Node) -> Result | None:
 
 @rule("aten.masked_fill.Scalar")
 def _masked_fill(low: Lowering, node: fx.Node) -> Result | None:
-    x, mask = low.value(node.args[0]), low.value(node.args[1])
-    fill = low.b.emit("full", shape=(), value=node.args[2], dtype=x.dtype)  # type: ignore[arg-type]
+    x, mask = low.value(low.arg(node, 0)), low.value(low.arg(node, 1))
+    fill = low.b.emit("full", shape=(), value=low.arg(node, 2), dtype=x.dtype)
     return low.b.emit("where", mask, fill, x)
 
 
 @rule("aten.clamp.default", "aten.clamp_min.default", "aten.clamp_max.default", "aten.hardtanh.default")
 def _clamp(low: Lowering, node: fx.Node) -> Result | None:
-    x, target = low.value(node.args[0]), str(node.target)
+    x, target = low.value(low.arg(node, 0)), str(node.target)
     if x.dtype != low.type(node).dtype:
         return None
     if target == "aten.clamp_max.default":
-        least, most = None, node.args[1]
+        least, most = None, low.arg(node, 1)
     else:
         defaults = (-1.0, 1.0) if target == "aten.hardtanh.default" else (None, None)
         least = low.arg(node, 1, "min_val" if "hard" in target else "min", defaults[0])
@@ -157,7 +158,7 @@ def _clamp(low: Lowering, node: fx.Node) -> Result | None:
 
 @rule("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default")
 def _cast(low: Lowering, node: fx.Node) -> Result | None:
-    found = low.operand(node.args[0])
+    found = low.operand(low.arg(node, 0))
     dtype = low.type(node).dtype
     if isinstance(found, Scalar):
         return round_scalar(found, dtype)
@@ -169,9 +170,13 @@ def _cast(low: Lowering, node: fx.Node) -> Result | None:
     "aten.lift_fresh_copy.default", "aten.detach_.default", "aten.lift_fresh.default",
 )  # fmt: skip
 def _same(low: Lowering, node: fx.Node) -> Result | None:
-    if str(node.target) == "aten.dropout.default" and low.arg(node, 2, "train", False) and low.arg(node, 1, "p", 0.0):
+    if (
+        str(node.target) == "aten.dropout.default"
+        and low.arg(node, 2, "train", False)
+        and low.arg(node, 1, "p", 0.0)
+    ):
         return None
-    return low.operand(node.args[0])
+    return low.operand(low.arg(node, 0))
 
 
 def _one_axis(axes: Any, rank: int) -> int | None:
@@ -179,8 +184,10 @@ def _one_axis(axes: Any, rank: int) -> int | None:
     return found[0] % rank if len(found) == 1 and rank else None
 
 
-def _reduce(low: Lowering, node: fx.Node, op: str, axes: Any, keepdim: bool, dtype: torch.dtype | None) -> Result | None:
-    x = low.value(node.args[0])
+def _reduce(
+    low: Lowering, node: fx.Node, op: str, axes: Any, keepdim: bool, dtype: torch.dtype | None
+) -> Result | None:
+    x = low.value(low.arg(node, 0))
     axis = _one_axis(axes, x.tensor.rank)
     if axis is None:
         return None
@@ -194,12 +201,16 @@ def _reduce(low: Lowering, node: fx.Node, op: str, axes: Any, keepdim: bool, dty
 @rule("aten.sum.dim_IntList", "aten.mean.dim")
 def _sum(low: Lowering, node: fx.Node) -> Result | None:
     op = str(node.target).split(".")[1]
-    return _reduce(low, node, op, node.args[1], bool(low.arg(node, 2, "keepdim")), low.arg(node, 3, "dtype"))
+    return _reduce(
+        low, node, op, low.arg(node, 1), bool(low.arg(node, 2, "keepdim")), low.arg(node, 3, "dtype")
+    )
 
 
 @rule("aten.prod.dim_int")
 def _prod(low: Lowering, node: fx.Node) -> Result | None:
-    return _reduce(low, node, "prod", node.args[1], bool(low.arg(node, 2, "keepdim")), low.arg(node, 3, "dtype"))
+    return _reduce(
+        low, node, "prod", low.arg(node, 1), bool(low.arg(node, 2, "keepdim")), low.arg(node, 3, "dtype")
+    )
 
 
 @rule("aten.amax.default", "aten.amin.default", "aten.argmax.default")
@@ -213,26 +224,26 @@ def _extreme(low: Lowering, node: fx.Node) -> Result | None:
 
 @rule("aten.softmax.int", "aten._softmax.default")
 def _softmax(low: Lowering, node: fx.Node) -> Result | None:
-    x = low.value(node.args[0])
+    x = low.value(low.arg(node, 0))
     dtype = low.type(node).dtype
     if x.dtype != dtype:
         x = low.b.emit("cast", x, dtype=dtype)
-    return low.b.emit("softmax", x, axis=int(node.args[1]) % x.tensor.rank)  # type: ignore[call-overload]
+    return low.b.emit("softmax", x, axis=int(low.arg(node, 1)) % x.tensor.rank)
 
 
 @rule("aten.cumsum.default")
 def _cumsum(low: Lowering, node: fx.Node) -> Result | None:
-    x = low.value(node.args[0])
+    x = low.value(low.arg(node, 0))
     dtype = low.type(node).dtype
     if x.dtype != dtype:
         x = low.b.emit("cast", x, dtype=dtype)
-    return low.b.emit("cumsum", x, axis=int(node.args[1]) % x.tensor.rank)  # type: ignore[call-overload]
+    return low.b.emit("cumsum", x, axis=int(low.arg(node, 1)) % x.tensor.rank)
 
 
 @rule("aten.topk.default")
 def _topk(low: Lowering, node: fx.Node) -> Result | None:
-    x = low.value(node.args[0])
+    x = low.value(low.arg(node, 0))
     axis = low.arg(node, 2, "dim", -1)
     if axis % x.tensor.rank != x.tensor.rank - 1 or not low.arg(node, 3, "largest", True):
         return None
-    return low.b.emit_many("topk", x, k=int(node.args[1]))  # type: ignore[call-overload]
+    return low.b.emit_many("topk", x, k=int(low.arg(node, 1)))

@@ -5,7 +5,7 @@ from typing import Any
 from torch import fx
 
 from compilerllm.ir.dims import Dim
-from compilerllm.ir.graph import Attr, Value
+from compilerllm.ir.graph import Value
 from compilerllm.ir.types import FLOAT_DTYPES
 from compilerllm.models.lower import Lowering, Result, Scalar, rule
 
@@ -21,7 +21,7 @@ def reshape(low: Lowering, x: Value, shape: tuple[Dim, ...]) -> Value:
     "aten._reshape_copy.default", "aten.view_copy.default",
 )  # fmt: skip
 def _reshape(low: Lowering, node: fx.Node) -> Result | None:
-    return reshape(low, low.value(node.args[0]), low.type(node).shape)
+    return reshape(low, low.value(low.arg(node, 0)), low.type(node).shape)
 
 
 def permute(low: Lowering, x: Value, order: tuple[int, ...]) -> Value:
@@ -33,16 +33,18 @@ def permute(low: Lowering, x: Value, order: tuple[int, ...]) -> Value:
     return result
 
 
-@rule("aten.transpose.int", "aten.t.default", "aten.permute.default", "aten.numpy_T.default", "aten.mT.default")
+@rule(
+    "aten.transpose.int", "aten.t.default", "aten.permute.default", "aten.numpy_T.default", "aten.mT.default"
+)
 def _permute(low: Lowering, node: fx.Node) -> Result | None:
-    x = low.value(node.args[0])
+    x = low.value(low.arg(node, 0))
     rank = x.tensor.rank
     order = list(range(rank))
     match str(node.target):
         case "aten.permute.default":
-            order = [a % rank for a in node.args[1]]  # type: ignore[union-attr, operator]
+            order = [a % rank for a in low.arg(node, 1)]
         case "aten.transpose.int":
-            a, b = int(node.args[1]) % rank, int(node.args[2]) % rank  # type: ignore[call-overload]
+            a, b = int(low.arg(node, 1)) % rank, int(low.arg(node, 2)) % rank
             order[a], order[b] = order[b], order[a]
         case "aten.mT.default":
             order[-1], order[-2] = order[-2], order[-1]
@@ -53,7 +55,7 @@ def _permute(low: Lowering, node: fx.Node) -> Result | None:
 
 @rule("aten.expand.default")
 def _expand(low: Lowering, node: fx.Node) -> Result | None:
-    x, shape = low.value(node.args[0]), low.type(node).shape
+    x, shape = low.value(low.arg(node, 0)), low.type(node).shape
     if x.shape == shape:
         return x
     return low.b.emit("expand", reshape(low, x, (1,) * (len(shape) - x.tensor.rank) + x.shape), shape=shape)
@@ -62,13 +64,15 @@ def _expand(low: Lowering, node: fx.Node) -> Result | None:
 def cut(low: Lowering, x: Value, axis: int, start: Dim, stop: Dim, step: int = 1) -> Value:
     if start == 0 and stop == x.shape[axis] and step == 1:
         return x
-    attrs: dict[str, Attr] = {"axis": axis, "start": start, "stop": stop} | ({"step": step} if step != 1 else {})
+    attrs: dict[str, Any] = {"axis": axis, "start": start, "stop": stop} | (
+        {"step": step} if step != 1 else {}
+    )
     return low.b.emit("slice", x, **attrs)
 
 
 @rule("aten.slice.Tensor")
 def _slice(low: Lowering, node: fx.Node) -> Result | None:
-    x = low.value(node.args[0])
+    x = low.value(low.arg(node, 0))
     axis = int(low.arg(node, 1, "dim", 0)) % x.tensor.rank
     extent, step = x.shape[axis], low.arg(node, 4, "step", 1)
     start, stop = (_bound(low, low.arg(node, i, n), extent) for i, n in ((2, "start"), (3, "end")))
@@ -90,14 +94,14 @@ def _bound(low: Lowering, given: Any, extent: Dim) -> Dim | None:
     if given is None:
         return None
     bound = low.shapes.dim(given.meta["val"] if isinstance(given, fx.Node) else given)
-    return extent + bound if isinstance(bound, int) and bound < 0 else bound  # type: ignore[no-any-return]
+    return extent + bound if isinstance(bound, int) and bound < 0 else bound
 
 
 @rule("aten.select.int")
 def _select(low: Lowering, node: fx.Node) -> Result | None:
-    x = low.value(node.args[0])
-    axis = int(node.args[1]) % x.tensor.rank  # type: ignore[call-overload]
-    index = _bound(low, node.args[2], x.shape[axis])
+    x = low.value(low.arg(node, 0))
+    axis = int(low.arg(node, 1)) % x.tensor.rank
+    index = _bound(low, low.arg(node, 2), x.shape[axis])
     if index is None:
         return None
     return reshape(low, cut(low, x, axis, index, index + 1), low.type(node).shape)
@@ -108,7 +112,7 @@ def _select(low: Lowering, node: fx.Node) -> Result | None:
     "aten.split_with_sizes_copy.default",
 )  # fmt: skip
 def _split(low: Lowering, node: fx.Node) -> Result | None:
-    x = low.value(node.args[0])
+    x = low.value(low.arg(node, 0))
     unbind = "unbind" in str(node.target)
     axis = int(low.arg(node, 1 if unbind else 2, "dim", 0)) % x.tensor.rank
     parts: list[Value] = []
@@ -126,7 +130,7 @@ def _split(low: Lowering, node: fx.Node) -> Result | None:
 def _cat(low: Lowering, node: fx.Node) -> Result | None:
     want = low.type(node)
     axis = int(low.arg(node, 1, "dim", 0)) % want.rank
-    parts = [low.value(a) for a in node.args[0]]  # type: ignore[union-attr]
+    parts = [low.value(a) for a in low.arg(node, 0)]
     parts = [p for p in parts if not (p.tensor.rank == 1 and p.shape == (0,) and want.rank > 1)]
     parts = [p if p.dtype == want.dtype else low.b.emit("cast", p, dtype=want.dtype) for p in parts]
     return parts[0] if len(parts) == 1 else low.b.emit("concat", *parts, axis=axis)
@@ -137,7 +141,7 @@ def _stack(low: Lowering, node: fx.Node) -> Result | None:
     want = low.type(node)
     axis = int(low.arg(node, 1, "dim", 0)) % want.rank
     one = (*want.shape[:axis], 1, *want.shape[axis + 1 :])
-    parts = [reshape(low, low.value(a), one) for a in node.args[0]]  # type: ignore[union-attr]
+    parts = [reshape(low, low.value(a), one) for a in low.arg(node, 0)]
     return parts[0] if len(parts) == 1 else low.b.emit("concat", *parts, axis=axis)
 
 
@@ -153,7 +157,7 @@ def _full(low: Lowering, node: fx.Node) -> Result | None:
     elif "ones" in target:
         value = 1
     elif "scalar_tensor" in target:
-        value = node.args[0]
+        value = low.arg(node, 0)
     else:
         value = low.arg(node, 2 if "new_full" in target else 1, "fill_value")
     if isinstance(value, fx.Node):
@@ -171,7 +175,7 @@ def _full(low: Lowering, node: fx.Node) -> Result | None:
 def _arange(low: Lowering, node: fx.Node) -> Result | None:
     want = low.type(node)
     counted = str(node.target) == "aten.arange.default"
-    start = 0 if counted else node.args[0]
+    start = 0 if counted else low.arg(node, 0)
     step = low.arg(node, 2, "step", 1) if str(node.target).endswith("start_step") else 1
     if want.dtype not in ("i64", "i32") or not isinstance(start, int) or not isinstance(step, int):
         return None
@@ -183,7 +187,7 @@ def _arange(low: Lowering, node: fx.Node) -> Result | None:
 
 @rule("aten.index_select.default")
 def _index_select(low: Lowering, node: fx.Node) -> Result | None:
-    x, rows = low.value(node.args[0]), low.value(node.args[2])
-    if int(node.args[1]) % x.tensor.rank != 0 or rows.tensor.rank != 1:  # type: ignore[call-overload]
+    x, rows = low.value(low.arg(node, 0)), low.value(low.arg(node, 2))
+    if int(low.arg(node, 1)) % x.tensor.rank != 0 or rows.tensor.rank != 1:
         return None
     return low.b.emit("gather_rows", x, rows)

@@ -14,9 +14,11 @@ from torch import fx
 
 from compilerllm.ir.builder import Builder, prune
 from compilerllm.ir.graph import DimDecl, FuncRef, Graph, Module, Origin, Value
+from compilerllm.ir.recipe import rename
 from compilerllm.models.errors import CaptureError
 from compilerllm.models.kinds import LayerPlan
-from compilerllm.models.lower import Lowering, Shapes, Source, load_rules
+from compilerllm.models.lower import Lowering, Source, load_rules
+from compilerllm.models.shapes import Shapes
 
 _ENTER, _LEAVE = "compilerllm.enter.default", "compilerllm.leave.default"
 
@@ -33,17 +35,24 @@ class _Regions:
         for node in graph.nodes:
             target = str(node.target)
             if target == _ENTER:
-                inside = int(node.args[1])  # type: ignore[call-overload]
+                inside = int(node.args[1])
                 self.enter[inside] = node
             elif target == _LEAVE:
-                self.leave[int(node.args[1])] = node  # type: ignore[call-overload]
-                self.of[node] = int(node.args[1])  # type: ignore[call-overload]
+                self.leave[int(node.args[1])] = node
+                self.of[node] = int(node.args[1])
                 inside = None
                 continue
-            if inside is not None and node.op == "call_function" and node in live and isinstance(_val(node), torch.Tensor | tuple):
+            if (
+                inside is not None
+                and node.op == "call_function"
+                and node in live
+                and isinstance(_val(node), torch.Tensor | tuple)
+            ):
                 self.of[node] = inside
         if sorted(self.enter) != list(range(count)) or sorted(self.leave) != list(range(count)):
-            raise CaptureError(f"{plan.path}: {len(self.enter)} of {count} layer kinds ran, each must run exactly once")
+            raise CaptureError(
+                f"{plan.path}: {len(self.enter)} of {count} layer kinds ran, each must run exactly once"
+            )
 
 
 def _val(node: fx.Node) -> object:
@@ -75,20 +84,25 @@ class _Layer:
         self.low = Lowering(builder, ctx.shapes, strip=prefix)
         enter, leave = regions.enter[kind], regions.leave[kind]
         nodes = [n for n in graph.nodes if regions.of.get(n) == kind and n not in (enter, leave)]
+        _check_attention(nodes, prefix)
         self.externals: list[fx.Node] = []
         self.low.env[enter] = builder.input("x", ctx.shapes.type(enter.meta["val"]))
         for node in nodes:
             for needed in _needed(node):
                 self._reach(needed, kind, regions, prefix, ctx)
-        self._reach(leave.args[0], kind, regions, prefix, ctx)  # type: ignore[arg-type]
+        self._reach(self.low.arg(leave, 0), kind, regions, prefix, ctx)
         for node in nodes:
             self.low.run(node)
         self.graph = prune(builder.finish(self.low.value(leave.args[0])))
-        self._check(prefix)
 
     def _reach(self, node: fx.Node, kind: int, regions: _Regions, prefix: str, ctx: "_Context") -> None:
         """Make an outside value known inside: a parameter of the layer, or one more input."""
-        if node in self.low.env or node in self.low.sources or regions.of.get(node) == kind or node is regions.enter[kind]:
+        if (
+            node in self.low.env
+            or node in self.low.sources
+            or regions.of.get(node) == kind
+            or node is regions.enter[kind]
+        ):
             return
         if node in regions.of:
             raise CaptureError(
@@ -98,35 +112,36 @@ class _Layer:
         source = ctx.sources.get(node)
         if source is not None and source.name.startswith(prefix + "."):
             local = source.name[len(prefix) + 1 :]
-            self.low.sources[node] = replace(source, name=local, recipe=ctx.local_recipe(source, local))
+            self.low.sources[node] = replace(
+                source, name=local, recipe=rename(source.recipe, lambda _: local)
+            )
         elif source is not None and source.constant is not None and source.constant.dim() == 0:
             self.low.sources[node] = source
         else:
             name = source.name.rpartition(".")[2] if source is not None else node.name
-            self.low.env[node] = self.low.b.input(ctx.hints.get(node, name), ctx.shapes.type(node.meta["val"]))
+            self.low.env[node] = self.low.b.input(
+                ctx.hints.get(node, name), ctx.shapes.type(node.meta["val"])
+            )
             self.externals.append(node)
 
-    def _check(self, prefix: str) -> None:
-        count = sum(node.op == "attention" for node in self.graph.nodes)
-        if count != 1:
-            raise CaptureError(
-                f"{prefix} has {count} attention nodes, not one: the model computes attention in code of its own, or mixes "
-                "tokens by other means, and would be wrong when several requests share a step"
-            )
+
+def _check_attention(nodes: list[fx.Node], where: str) -> None:
+    count = sum(str(node.target) == "compilerllm.attention.default" for node in nodes)
+    if count != 1:
+        raise CaptureError(
+            f"{where} has {count} attention nodes, not one: the model computes attention in code of its own, or mixes tokens by "
+            "other means, and would be wrong when several requests share a step"
+        )
 
 
 class _Context:
     """What all functions of one capture share."""
 
-    def __init__(self, plan: LayerPlan, shapes: Shapes, dims: Sequence[DimDecl], sources: Mapping[fx.Node, Source]) -> None:
+    def __init__(
+        self, plan: LayerPlan, shapes: Shapes, dims: Sequence[DimDecl], sources: Mapping[fx.Node, Source]
+    ) -> None:
         self.plan, self.shapes, self.dims, self.sources = plan, shapes, dims, sources
         self.hints: dict[fx.Node, str] = {}
-
-    @staticmethod
-    def local_recipe(source: Source, local: str) -> "Source.recipe":  # type: ignore[name-defined]
-        from compilerllm.ir.recipe import rename
-
-        return rename(source.recipe, lambda _: local)
 
 
 def stitch(
@@ -143,7 +158,10 @@ def stitch(
     regions = _Regions(graph, plan, live)
     ctx = _Context(plan, shapes, dims, sources)
     for node in graph.nodes:
-        if str(node.target) == "<built-in function getitem>" and str(node.args[0].target) == "compilerllm.rotary_table.default":
+        if (
+            str(node.target) == "<built-in function getitem>"
+            and str(node.args[0].target) == "compilerllm.rotary_table.default"
+        ):
             ctx.hints[node] = ("cos", "sin")[node.args[1]]
     layers = [_Layer(kind, regions, graph, ctx) for kind in range(len(plan.representatives))]
     main, low = _main(graph, regions, layers, ctx, inputs)
@@ -164,8 +182,10 @@ def _main(
         low.env[node] = builder.input(name, ctx.shapes.type(node.meta["val"]))
     for kind in range(1, len(layers)):
         if regions.enter[kind].args[0] is not regions.leave[kind - 1]:
-            raise CaptureError(f"{ctx.plan.path}: the model changes the hidden state between layers; it cannot be stitched")
-    hidden = _demand(low, regions, regions.enter[0].args[0])  # type: ignore[arg-type]
+            raise CaptureError(
+                f"{ctx.plan.path}: the model changes the hidden state between layers; it cannot be stitched"
+            )
+    hidden = _demand(low, regions, low.arg(regions.enter[0], 0))
     for index, kind in enumerate(ctx.plan.kind_of):
         layer = layers[kind]
         operands = [hidden, *(_demand(low, regions, node) for node in layer.externals)]
@@ -189,7 +209,9 @@ def _demand(low: Lowering, regions: _Regions, wanted: fx.Node) -> Value:
         if node in low.env or node in low.sources:
             stack.pop()
         elif node in regions.of:
-            raise CaptureError(f"main uses {node.name}, which stands inside a layer; only the hidden state may leave it")
+            raise CaptureError(
+                f"main uses {node.name}, which stands inside a layer; only the hidden state may leave it"
+            )
         elif missing:
             stack.extend(reversed(missing))
         else:

@@ -192,7 +192,9 @@ def _swap_tables(model: nn.Module, left: list[str]) -> tuple[int, set[tuple[str,
     for path, module in model.named_modules():
         if "Rotary" not in type(module).__name__:
             continue
-        tables = {extra: probe_table(module, extra, *rest) for extra, *rest in _table_variants(module)}
+        tables = {
+            extra: probe_table(module, extra, name, scale) for extra, name, scale in _table_variants(module)
+        }
         if not tables or None in tables.values():
             left.append(f"{path}: {type(module).__name__} equals none of our rotary tables")
             continue
@@ -211,7 +213,9 @@ def _table_forward(module: nn.Module, tables: dict[tuple[Any, ...], _Table]) -> 
         if table is None or position_ids.dim() != 2:
             return original(x, position_ids, *args, **kwargs)
         dtype = torch.float32 if table.f32 else x.dtype
-        return ops.rotary_table(position_ids, getattr(module, table.buffer), table.layout, dtype, table.scaling)
+        return ops.rotary_table(
+            position_ids, getattr(module, table.buffer), table.layout, dtype, table.scaling
+        )
 
     return forward
 
@@ -236,12 +240,16 @@ def _probe_tables(half_width: bool, layout: str, width: int) -> tuple[Tensor, Te
 def probe_rope(function: Callable[..., Any], layouts: set[tuple[str, bool]]) -> _Rope | None:
     """What ``function(q, k, cos, sin)`` computes with tables of the layouts the model makes, or None."""
     q, k = _random(1, 4, 5, 16, seed=3), _random(1, 2, 5, 16, seed=4)
-    for (layout, wide), style, f32 in itertools.product(sorted(layouts), ("half", "interleaved"), (False, True)):
+    for (layout, wide), style, f32 in itertools.product(
+        sorted(layouts), ("half", "interleaved"), (False, True)
+    ):
         if wide and not f32:
             continue  # float32 tables widen the products by themselves
         form = (style, layout == "half_width", f32)
 
-        def same(width: int, layout: str = layout, wide: bool = wide, form: tuple[str, bool, bool] = form) -> bool:
+        def same(
+            width: int, layout: str = layout, wide: bool = wide, form: tuple[str, bool, bool] = form
+        ) -> bool:
             style, half_width, f32 = form
             for dtype, (axis, head_axis) in itertools.product(_PROBE_DTYPES, ((1, -3), (2, -2))):
                 given = [t.to(dtype) for t in (q, k)]
@@ -274,7 +282,9 @@ def _rotary_functions(model: nn.Module) -> dict[tuple[str, str], Callable[..., A
 
 
 def _rope_function(original: Callable[..., Any], form: _Rope, uses: list[int]) -> Callable[..., Any]:
-    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, unsqueeze_dim: int = 1, **kwargs: Any) -> Any:
+    def apply(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, unsqueeze_dim: int = 1, **kwargs: Any
+    ) -> Any:
         width = cos.shape[-1] * (2 if form.half_width else 1)
         plain = not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3
         if not plain or unsqueeze_dim not in (1, 2) or not (width == q.shape[-1] or form.partial):
@@ -294,7 +304,7 @@ def _mark_experts(model: nn.Module, left: list[str]) -> int:
             if form is None:
                 left.append(f"{path}: {type(module).__name__} gates its experts as none of our formulas does")
                 continue
-            module.compilerllm_gate = form  # type: ignore[assignment]
+            module.compilerllm_gate = form
             count += 1
     return count
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from compilerllm.kernels.launch.files import GgufFile
-from compilerllm.models.errors import InvalidCheckpoint
+from compilerllm.models.errors import InvalidCheckpoint, first_line
 from compilerllm.models.resolve import ResolvedCheckpoint
 
 _COPIED = (
@@ -36,7 +36,10 @@ def export_tokenizer(checkpoint: ResolvedCheckpoint, folder: Path) -> bool:
             shutil.copyfile(checkpoint.path / name, folder / name)
     if (folder / "tokenizer.json").is_file():
         return True
-    if not any((checkpoint.path / n).is_file() for n in ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")):
+    if not any(
+        (checkpoint.path / n).is_file()
+        for n in ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+    ):
         return False
     _save(str(checkpoint.path), folder, None)
     return True
@@ -49,10 +52,11 @@ def _save(source: str, folder: Path, gguf_file: str | None) -> None:
         tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf_file} if gguf_file else {}))
         tokenizer.save_pretrained(folder)
     except (ValueError, OSError, KeyError, ImportError, AttributeError, TypeError) as error:
-        message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidCheckpoint(f"{source}: the tokenizer cannot be read: {message}") from error
+        raise InvalidCheckpoint(f"{source}: the tokenizer cannot be read: {first_line(error)}") from error
     if not (folder / "tokenizer.json").is_file():
-        raise InvalidCheckpoint(f"{source} has no tokenizer.json and none can be made from its tokenizer; convert it first")
+        raise InvalidCheckpoint(
+            f"{source} has no tokenizer.json and none can be made from its tokenizer; convert it first"
+        )
 
 
 def _from_gguf(path: Path, folder: Path) -> None:

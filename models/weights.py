@@ -14,11 +14,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compilerllm.ir.graph import Module, ParamInstance
-from compilerllm.ir.recipe import Concat, Convert, Literal, Permute, Read, Recipe, Relayout, Reshape, Shift, Slice
+from compilerllm.ir.recipe import (
+    Concat,
+    Convert,
+    Literal,
+    Permute,
+    Read,
+    Recipe,
+    Relayout,
+    Reshape,
+    Shift,
+    Slice,
+    reads,
+    sources,
+)
 from compilerllm.ir.types import TensorType
 from compilerllm.kernels.launch.weights import WeightSource
 from compilerllm.models.errors import WeightMismatch
-from compilerllm.models.lower import DTYPES
+from compilerllm.models.shapes import DTYPES
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -30,15 +43,19 @@ class Names:
     """
 
     def __init__(
-        self, table: Mapping[str, Recipe], types: Mapping[str, TensorType], tied: Mapping[str, str], source: WeightSource
+        self,
+        table: Mapping[str, Recipe],
+        types: Mapping[str, TensorType],
+        tied: Mapping[str, str],
+        source: WeightSource,
     ) -> None:
         self._table, self._types, self._tied, self._source = table, types, tied, source
         self._place = getattr(source, "place", "the checkpoint")
 
     def recipe(self, name: str) -> Recipe:
         """How parameter ``name`` comes about from raw tensors, dtypes as stored. Raises ``WeightMismatch``."""
-        same = (name, self._tied.get(name), *(k for k, v in self._tied.items() if v == name))
-        for candidate in same:
+        first = self._tied.get(name, name)
+        for candidate in (name, first, *(k for k, v in self._tied.items() if v == first)):
             if candidate in self._table:
                 return self._table[candidate]
         near = _nearest(name, self._table)
@@ -53,7 +70,7 @@ class Names:
             recipe = self.recipe(name)
         except WeightMismatch:
             return None
-        dtypes = {self._source.describe(read)[0] for read in _reads(recipe)}
+        dtypes = {self._source.describe(read)[0] for read in reads(recipe)}
         kinds = {type(step) for step in _steps(recipe)}
         plain = kinds <= {Read, Reshape, Permute, Slice} and len(dtypes) == 1
         dtype = next(iter(dtypes))
@@ -121,13 +138,7 @@ def _with_sources(recipe: Recipe, change: Callable[[Recipe], Recipe]) -> Recipe:
 
 
 def _steps(recipe: Recipe) -> list[Recipe]:
-    found: list[Recipe] = [recipe]
-    _with_sources(recipe, lambda inner: (found.extend(_steps(inner)), inner)[1])
-    return found
-
-
-def _reads(recipe: Recipe) -> list[str]:
-    return [step.name for step in _steps(recipe) if isinstance(step, Read)]
+    return [recipe, *(step for inner in sources(recipe) for step in _steps(inner))]
 
 
 def simplify(recipe: Recipe) -> Recipe:
@@ -172,11 +183,11 @@ def recipe_shape(recipe: Recipe, shape_of: Callable[[str], tuple[int, ...]]) -> 
 # transformers' own conversions
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows tensors without data through a conversion and writes down how each came about."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[Tensor, Recipe]] = {}  # the tensor is kept so that its id stays its own
 
     def start(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -208,7 +219,12 @@ class _Recorder(TorchDispatchMode):
     def _follow(self, name: str, args: Any, kwargs: Any, source: Recipe, result: Any) -> None:
         x = args[0]
         match name:
-            case "aten.view.default" | "aten._unsafe_view.default" | "aten.unsqueeze.default" | "aten.squeeze.dim":
+            case (
+                "aten.view.default"
+                | "aten._unsafe_view.default"
+                | "aten.unsqueeze.default"
+                | "aten.squeeze.dim"
+            ):
                 self._note(result, Reshape(source, tuple(result.shape)))
             case "aten.transpose.int":
                 order = list(range(x.dim()))
@@ -218,7 +234,12 @@ class _Recorder(TorchDispatchMode):
                 self._note(result, Permute(source, (1, 0)))
             case "aten.permute.default":
                 self._note(result, Permute(source, tuple(a % x.dim() for a in args[1])))
-            case "aten.clone.default" | "aten.alias.default" | "aten.detach.default" | "aten.contiguous.default":
+            case (
+                "aten.clone.default"
+                | "aten.alias.default"
+                | "aten.detach.default"
+                | "aten.contiguous.default"
+            ):
                 self._note(result, source)
             case "aten._to_copy.default":
                 same = result.dtype == x.dtype
@@ -252,7 +273,12 @@ def conversion_table(skeleton: Any, source: WeightSource) -> dict[str, Recipe]:
     skeleton: the model on the meta device. Raises ``WeightMismatch`` for a conversion that is more than moving elements.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     mapping = get_model_conversion_mapping(skeleton)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]

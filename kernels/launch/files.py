@@ -54,7 +54,9 @@ def _map(path: Path) -> mmap.mmap:
     except ValueError as error:
         raise DamagedFile(f"{path} is empty; {_REMEDY}") from error
     except OSError as error:
-        raise MissingFile(f"{path} cannot be read: {error.strerror or error}; check its permissions") from error
+        raise MissingFile(
+            f"{path} cannot be read: {error.strerror or error}; check its permissions"
+        ) from error
 
 
 def read_safetensors(path: Path) -> tuple[mmap.mmap, dict[str, TensorInfo]]:
@@ -72,7 +74,9 @@ def read_safetensors(path: Path) -> tuple[mmap.mmap, dict[str, TensorInfo]]:
         for name, entry in entries.items():
             begin, end = entry["data_offsets"]
             dtype = _SAFETENSORS_TYPES.get(entry["dtype"], (str(entry["dtype"]).lower(), 0))[0]
-            tensors[name] = TensorInfo(name, dtype, tuple(entry["shape"]), path, 8 + size + begin, end - begin)
+            tensors[name] = TensorInfo(
+                name, dtype, tuple(entry["shape"]), path, 8 + size + begin, end - begin
+            )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFile(f"{path}: its safetensors header does not parse ({error}); {_REMEDY}") from error
     _check_extent(path, len(data), tensors)
@@ -98,7 +102,9 @@ class GgufFile:
         self.path = path
         self.data = _map(path)
         if self.data[:4] != b"GGUF":
-            raise DamagedFile(f"{path} does not begin with GGUF, so it is no GGUF file; give the path of a .gguf model")
+            raise DamagedFile(
+                f"{path} does not begin with GGUF, so it is no GGUF file; give the path of a .gguf model"
+            )
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self._arrays: dict[str, tuple[int, int, int]] = {}  # key -> element type, count, offset
@@ -129,7 +135,9 @@ class GgufFile:
     def _parse(self) -> None:
         version, tensor_count, key_count = struct.unpack_from("<IQQ", self.data, 4)
         if version not in (2, 3):
-            raise DamagedFile(f"{self.path} is GGUF version {version}; versions 2 and 3 can be read, convert the model anew")
+            raise DamagedFile(
+                f"{self.path} is GGUF version {version}; versions 2 and 3 can be read, convert the model anew"
+            )
         at = 24
         for _ in range(key_count):
             key, at = self._value(8, at)
@@ -149,7 +157,9 @@ class GgufFile:
         else:
             unpack, data = struct.Struct("<Q").unpack_from, self.data
             if kind != 8:
-                raise DamagedFile(f"{self.path}: {key} is an array of type {kind}, which GGUF readers do not know; {_REMEDY}")
+                raise DamagedFile(
+                    f"{self.path}: {key} is an array of type {kind}, which GGUF readers do not know; {_REMEDY}"
+                )
             for _ in range(count):
                 at += 8 + unpack(data, at)[0]
         if at > len(self.data):
@@ -189,5 +199,7 @@ class GgufFile:
             elements = 1
             for extent in shape:
                 elements *= extent
-            self.tensors[name] = TensorInfo(name, dtype, shape, self.path, start + offset, elements // weights * size)
+            self.tensors[name] = TensorInfo(
+                name, dtype, shape, self.path, start + offset, elements // weights * size
+            )
         return at

@@ -15,7 +15,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from compilerllm.ir.recipe import Concat, Convert, Literal, Permute, Read, Recipe, Relayout, Reshape, Shift, Slice
+from compilerllm.ir.recipe import (
+    Concat,
+    Convert,
+    Literal,
+    Permute,
+    Read,
+    Recipe,
+    Relayout,
+    Reshape,
+    Shift,
+    Slice,
+)
 from compilerllm.kernels.launch.errors import MissingFile, MissingTensor, WeightError, WrongShape
 from compilerllm.kernels.launch.files import GGML_TYPES, GgufFile, TensorInfo, read_safetensors
 
@@ -45,7 +56,9 @@ class WeightSource(Protocol):
 class FileSource:
     """A checkpoint of safetensors files, or one GGUF file, mapped into memory."""
 
-    def __init__(self, place: Path, tensors: Mapping[str, TensorInfo], maps: Mapping[Path, mmap.mmap]) -> None:
+    def __init__(
+        self, place: Path, tensors: Mapping[str, TensorInfo], maps: Mapping[Path, mmap.mmap]
+    ) -> None:
         self.place, self.tensors, self._maps = place, tensors, maps
 
     def names(self) -> Iterable[str]:
@@ -64,7 +77,9 @@ class FileSource:
         elif info.dtype in TORCH_DTYPES:
             dtype, shape = TORCH_DTYPES[info.dtype], info.shape
         else:
-            raise WeightError(f"{info.file}: tensor {name} is {info.dtype}, which cannot be loaded; convert the checkpoint")
+            raise WeightError(
+                f"{info.file}: tensor {name} is {info.dtype}, which cannot be loaded; convert the checkpoint"
+            )
         if not info.nbytes:
             return torch.empty(shape, dtype=dtype)
         count = info.nbytes // dtype.itemsize
@@ -81,7 +96,9 @@ class FileSource:
 
             near = difflib.get_close_matches(name, self.tensors, n=2)
             hint = f" (it has {', '.join(near)})" if near else ""
-            raise MissingTensor(f"{self.place} has no tensor {name}{hint}; the checkpoint is incomplete or of another model")
+            raise MissingTensor(
+                f"{self.place} has no tensor {name}{hint}; the checkpoint is incomplete or of another model"
+            )
         return self.tensors[name]
 
 
@@ -98,11 +115,15 @@ def open_safetensors(place: Path) -> FileSource:
         files = [place / name for name in names]
         for file in files:
             if not file.is_file():
-                raise MissingFile(f"{place} lacks the shard {file.name} that its index names; download the checkpoint again")
+                raise MissingFile(
+                    f"{place} lacks the shard {file.name} that its index names; download the checkpoint again"
+                )
     else:
         files = sorted(place.glob("*.safetensors"))
         if not files:
-            raise MissingFile(f"{place} has no .safetensors file; give a folder with safetensors weights, or a GGUF file")
+            raise MissingFile(
+                f"{place} has no .safetensors file; give a folder with safetensors weights, or a GGUF file"
+            )
     tensors: dict[str, TensorInfo] = {}
     maps: dict[Path, mmap.mmap] = {}
     for file in files:
@@ -131,18 +152,24 @@ class DummySource:
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         if name not in self.tensors:
-            raise MissingTensor(f"the dummy checkpoint has no tensor {name}; build it from the model's own parameter list")
+            raise MissingTensor(
+                f"the dummy checkpoint has no tensor {name}; build it from the model's own parameter list"
+            )
         return self.tensors[name]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         dtype, shape = self.describe(name)
         if dtype in BLOCKS:
-            raise WeightError(f"dummy weights cannot be packed as {dtype}; use load_format=auto for packed weights")
+            raise WeightError(
+                f"dummy weights cannot be packed as {dtype}; use load_format=auto for packed weights"
+            )
         size = 1
         for extent in shape:
             size *= extent
         # A big matrix repeats a block of random numbers: drawing billions would take longer than the benchmark.
-        block = torch.randn(min(size, 1 << 20), generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        block = torch.randn(
+            min(size, 1 << 20), generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        )
         values = block.mul_(0.02).to(TORCH_DTYPES[dtype])
         if size > values.numel():
             values = values.repeat(-(-size // values.numel()))[:size]
@@ -172,7 +199,9 @@ class SourceSpec:
         raise WeightError(f"unknown kind of checkpoint {self.kind!r}; known: safetensors, gguf, dummy")
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "path": self.path} | ({"tensors": dict(self.tensors)} if self.tensors else {})
+        return {"kind": self.kind, "path": self.path} | (
+            {"tensors": dict(self.tensors)} if self.tensors else {}
+        )
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "SourceSpec":
@@ -189,7 +218,9 @@ class _Loaded:
     data: Tensor
 
 
-def execute(recipe: Recipe, source: WeightSource, *, shape: tuple[int, ...] | None = None, name: str = "") -> Tensor:
+def execute(
+    recipe: Recipe, source: WeightSource, *, shape: tuple[int, ...] | None = None, name: str = ""
+) -> Tensor:
     """Carry out a recipe (all steps but ``relayout``, which the target's runtime does) and give the parameter.
 
     Packed parameters come as uint8 blocks ``[..., bytes per row]``. ``shape`` is checked where it is given; ``name`` is
@@ -213,7 +244,9 @@ def _run(recipe: Recipe, source: WeightSource) -> _Loaded:
             dtype, shape = source.describe(name)
             return _Loaded(dtype, shape, source.read(name))
         case Literal(dtype=dtype, shape=shape, values=values):
-            return _Loaded(dtype, shape, torch.tensor(values, dtype=torch.float64).to(TORCH_DTYPES[dtype]).view(shape))
+            return _Loaded(
+                dtype, shape, torch.tensor(values, dtype=torch.float64).to(TORCH_DTYPES[dtype]).view(shape)
+            )
         case Slice(source=Read(name=name), axis=0, start=start, stop=stop):  # reads no more than it needs
             dtype, shape = source.describe(name)
             _check_slice(shape, 0, start, stop)
@@ -250,7 +283,9 @@ def _slice(loaded: _Loaded, axis: int, start: int, stop: int) -> _Loaded:
     if loaded.dtype in BLOCKS and axis == len(shape) - 1:
         weights, size = BLOCKS[loaded.dtype]
         if start % weights or stop % weights:
-            raise ValueError(f"columns [{start}, {stop}) cut through blocks of {weights} {loaded.dtype} weights")
+            raise ValueError(
+                f"columns [{start}, {stop}) cut through blocks of {weights} {loaded.dtype} weights"
+            )
         start, stop = start // weights * size, stop // weights * size
     return _Loaded(loaded.dtype, shape, loaded.data.narrow(axis, start, stop - start))
 
@@ -279,7 +314,9 @@ def _convert(loaded: _Loaded, dtype: str) -> _Loaded:
         raise ValueError(f"{loaded.dtype} weights cannot be packed as {dtype} while loading")
     if loaded.dtype not in BLOCKS:
         return _Loaded(dtype, loaded.shape, loaded.data.to(TORCH_DTYPES[dtype]))
-    return _Loaded(dtype, loaded.shape, dequantize(loaded.data, loaded.dtype, TORCH_DTYPES[dtype]).view(loaded.shape))
+    return _Loaded(
+        dtype, loaded.shape, dequantize(loaded.data, loaded.dtype, TORCH_DTYPES[dtype]).view(loaded.shape)
+    )
 
 
 def dequantize(blocks: Tensor, dtype: str, out: torch.dtype) -> Tensor:

@@ -28,7 +28,9 @@ class StateDict:
         return list(self.tensors)
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        return {torch.float32: "f32", torch.bfloat16: "bf16"}[self.tensors[name].dtype], tuple(self.tensors[name].shape)
+        return {torch.float32: "f32", torch.bfloat16: "bf16"}[self.tensors[name].dtype], tuple(
+            self.tensors[name].shape
+        )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         return self.tensors[name][start:stop]

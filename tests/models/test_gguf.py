@@ -16,7 +16,7 @@ from compilerllm.kernels.reference.interpreter import Interpreter
 from compilerllm.models.model import CapturedModel, capture_checkpoint
 from compilerllm.models.resolve import resolve
 
-from .test_architectures import TOKENS, StateDict, distinct_tokens
+from .test_architectures import TOKENS, distinct_tokens
 from .tiny import tiny_model
 
 
@@ -26,8 +26,13 @@ def reordered(weight: Tensor, heads: int) -> Tensor:
     return split.transpose(1, 2).reshape(weight.shape)
 
 
-def write_llama(path: Path, model: Any, kind: gguf.GGMLQuantizationType) -> None:
-    """A tiny llama as a GGUF file, matrices in ``kind``, norms in float32."""
+def write_llama(
+    path: Path,
+    model: Any,
+    kind: gguf.GGMLQuantizationType,
+    others: dict[str, gguf.GGMLQuantizationType] | None = None,
+) -> None:
+    """A tiny llama as a GGUF file, matrices in ``kind`` (``others`` by stored name), norms in float32."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -48,8 +53,9 @@ def write_llama(path: Path, model: Any, kind: gguf.GGMLQuantizationType) -> None
             tensor = reordered(tensor, config.num_attention_heads)
         if "k_proj" in name:
             tensor = reordered(tensor, config.num_key_value_heads)
-        stored = names.get_name(name, try_suffixes=(".weight",))
-        packed = kind if tensor.dim() == 2 else gguf.GGMLQuantizationType.F32
+        stored = str(names.get_name(name, try_suffixes=(".weight",)))
+        chosen = (others or {}).get(stored.removesuffix(".weight"), kind)
+        packed = chosen if tensor.dim() == 2 else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(tensor.numpy(), packed)
         writer.add_tensor(stored, data, raw_dtype=packed)
     writer.write_header_to_file()
@@ -61,7 +67,7 @@ def write_llama(path: Path, model: Any, kind: gguf.GGMLQuantizationType) -> None
 def parameters(loaded: CapturedModel) -> dict[str, Tensor]:
     source = loaded.weights.open()
     bound = loaded.names.bind_all(loaded.module)
-    return {p.name: execute(p.recipe, source, shape=tuple(p.type.shape), name=p.name) for p in bound}  # type: ignore[arg-type]
+    return {p.name: execute(p.recipe, source, shape=tuple(p.type.shape), name=p.name) for p in bound}
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"])
@@ -106,18 +112,16 @@ def test_packed_weights_stay_packed(kind: str, tmp_path: Path) -> None:
 def test_layers_stored_differently_are_kinds_of_their_own(tmp_path: Path) -> None:
     """Files mix block types; a layer function has one type per parameter."""
     path = tmp_path / "tiny.gguf"
-    model = tiny_model("llama")
-    mixed = StateDict(model).tensors
-    writer_kind = gguf.GGMLQuantizationType.Q4_1
-    original = gguf.quants.quantize
-
-    def quantize(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-        return original(data, kind)
-
-    write_llama(path, model, writer_kind)
-    assert mixed and quantize
+    write_llama(
+        path,
+        tiny_model("llama"),
+        gguf.GGMLQuantizationType.Q4_1,
+        {"blk.1.ffn_down": gguf.GGMLQuantizationType.Q8_0},
+    )
     loaded = capture_checkpoint(resolve(path, dtype="float32"), keep_packed=True)
-    assert len(loaded.module.functions) == 2
+    assert [call.fn for call, _ in loaded.module.calls()] == ["layer_0", "layer_1", "layer_0"]
+    types = {p.name: p.type.dtype for p in loaded.module.param_instances()}
+    assert [types[f"model.layers.{i}.mlp.down_proj.weight"] for i in range(3)] == ["q4_1", "q8_0", "q4_1"]
 
 
 def test_header_reader_agrees_with_the_gguf_package(tmp_path: Path) -> None:
@@ -134,46 +138,77 @@ def test_header_reader_agrees_with_the_gguf_package(tmp_path: Path) -> None:
 
 
 def transformers_tensors(path: Path, loaded: CapturedModel) -> dict[str, Tensor]:
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers import modeling_gguf_pytorch_utils as theirs
 
-    found: dict[str, Tensor] = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=loaded.captured.skeleton)["tensors"]
+    load: Any = theirs.load_gguf_checkpoint
+    found: dict[str, Tensor] = load(str(path), return_tensors=True, model_to_load=loaded.captured.skeleton)[
+        "tensors"
+    ]
     return found
 
 
-def check_real(path: Path) -> CapturedModel:
-    """Every parameter equals what transformers' own GGUF reader gives."""
-    loaded = capture_checkpoint(resolve(path, dtype="float32"))
-    want = transformers_tensors(path, loaded)
-    source = loaded.weights.open()
-    checked = 0
-    for param in loaded.names.bind_all(loaded.module):
-        name = "model.embed_tokens.weight" if param.name == "lm_head.weight" else param.name
-        if name in want:
-            got = execute(param.recipe, source, name=param.name)
-            assert torch.equal(got, want[name].float()), param.name
-            checked += 1
-    assert checked >= len(want)
-    return loaded
+def stored_tensor(path: Path, name: str) -> Tensor:
+    """One tensor, found by our header reader and dequantised by the gguf package."""
+    source = open_gguf(path)
+    dtype, shape = source.describe(name)
+    raw = source.read(name)
+    if dtype == "f32":
+        return raw
+    wide = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[dtype.upper()])
+    return torch.from_numpy(wide).view(shape)
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_every_parameter_equals_transformers_reading(smollm2_gguf: Path, gemma3_gguf: Path) -> None:
+    for path in (smollm2_gguf, gemma3_gguf):
+        loaded = capture_checkpoint(resolve(path, dtype="float32"))
+        want = transformers_tensors(path, loaded)
+        source = loaded.weights.open()
+        checked = set()
+        for param in loaded.names.bind_all(loaded.module):
+            if param.name in want:
+                got = execute(param.recipe, source, name=param.name)
+                assert torch.equal(got, want[param.name].float()), param.name
+                checked.add(param.name)
+        assert checked == set(want)
 
 
 @pytest.mark.weights
 def test_smollm2(smollm2_gguf: Path) -> None:
-    loaded = check_real(smollm2_gguf)
+    loaded = capture_checkpoint(resolve(smollm2_gguf, dtype="float32"))
     assert loaded.facts.eos_token_ids == (2,) and loaded.facts.num_layers == 30
+    params = parameters(loaded)
+    key = stored_tensor(smollm2_gguf, "blk.29.attn_k.weight")
+    assert torch.equal(reordered(params["model.layers.29.self_attn.k_proj.weight"], 3), key)
     ids = torch.tensor([[504, 3575, 282, 4649, 314]])  # The capital of France is
-    logits = Interpreter(loaded.module, parameters(loaded)).run(ids, torch.arange(5)[None])[0]
+    logits = Interpreter(loaded.module, params).run(ids, torch.arange(5)[None])[0]
     assert int(logits[0, -1].argmax()) == 7042  # Paris
 
 
 @pytest.mark.weights
 def test_gemma3(gemma3_gguf: Path) -> None:
-    loaded = check_real(gemma3_gguf)
+    """Q5_0, Q4_K, Q6_K and Q8_0 in one file; only Q8_0 can stay packed."""
+    loaded = capture_checkpoint(resolve(gemma3_gguf, dtype="float32"), keep_packed=True)
     assert loaded.facts.windows == (512,) and 1 in loaded.facts.eos_token_ids
-    packed = capture_checkpoint(resolve(gemma3_gguf, dtype="bfloat16"), keep_packed=True)
-    types = {p.name: p.type.dtype for p in packed.module.param_instances()}
-    assert types["model.embed_tokens.weight"] == "q8_0"  # Q5_0, Q4_K and Q6_K are dequantised
-    assert types["model.layers.0.self_attn.q_proj.weight"] == "bf16"
-    assert packed.names.bind(next(p for p in packed.module.param_instances() if p.name == "model.norm.weight")).recipe is not None
+    source = loaded.weights.open()
+    bound = {p.name: p for p in loaded.names.bind_all(loaded.module)}
+    assert bound["model.embed_tokens.weight"].type.dtype == "q8_0"
+    layer = "model.layers.0."
+    for name, stored in {
+        "self_attn.q_proj.weight": "attn_q", "self_attn.o_proj.weight": "attn_output", "mlp.down_proj.weight": "ffn_down",
+        "mlp.up_proj.weight": "ffn_up",
+    }.items():  # fmt: skip
+        got = execute(bound[layer + name].recipe, source)
+        assert bound[layer + name].type.dtype == "f32"
+        assert torch.equal(got, stored_tensor(gemma3_gguf, f"blk.0.{stored}.weight")), name
+    for name, stored in {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_norm": "attn_q_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }.items():
+        got = execute(bound[f"{layer}{name}.weight"].recipe, source)
+        assert torch.equal(got, stored_tensor(gemma3_gguf, f"blk.0.{stored}.weight") - 1), name
 
 
 def test_gemma_norms_lose_the_one_the_file_adds() -> None:
@@ -185,8 +220,14 @@ def test_gemma_norms_lose_the_one_the_file_adds() -> None:
         def names(self) -> list[str]:
             return ["output_norm.weight", "token_embd.weight"]
 
-    types = {"model.norm.weight": TensorType("bf16", (8,)), "model.embed_tokens.weight": TensorType("bf16", (9, 8))}
+    types = {
+        "model.norm.weight": TensorType("bf16", (8,)),
+        "model.embed_tokens.weight": TensorType("bf16", (9, 8)),
+    }
     config = type("Config", (), {"num_hidden_layers": 1})()
     table = gguf_table("gemma3", config, types, Source())  # type: ignore[arg-type]
-    assert table == {"model.norm.weight": Shift(Read("output_norm.weight"), -1.0), "model.embed_tokens.weight": Read("token_embd.weight")}
+    assert table == {
+        "model.norm.weight": Shift(Read("output_norm.weight"), -1.0),
+        "model.embed_tokens.weight": Read("token_embd.weight"),
+    }
     assert Convert(table["model.norm.weight"], "bf16")

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from compilerllm.ir.recipe import Concat, Convert, Permute, Read, Reshape, Shift, Slice
+from compilerllm.ir.recipe import Concat, Convert, Permute, Read, Recipe, Reshape, Shift, Slice
 from compilerllm.kernels.launch.errors import WrongShape
 from compilerllm.kernels.launch.weights import SourceSpec, execute
-from compilerllm.models.errors import WeightMismatch
 from compilerllm.models.capture import build_skeleton, parameter_types
+from compilerllm.models.errors import WeightMismatch
 from compilerllm.models.model import capture_checkpoint
 from compilerllm.models.resolve import resolve
 from compilerllm.models.weights import Names, conversion_table, simplify
@@ -30,7 +30,7 @@ def test_saved_checkpoint_gives_the_same_parameters(name: str, tmp_path: Path) -
     own = StateDict(model)
     for param in capture.module.param_instances():
         bound = names.bind(param)
-        got = execute(bound.recipe, source, shape=tuple(param.type.shape), name=param.name)  # type: ignore[arg-type]
+        got = execute(bound.recipe, source, shape=tuple(param.type.shape), name=param.name)
         want = execute(param.recipe, own, name=param.name)
         assert torch.equal(got, want), param.name
 
@@ -44,7 +44,9 @@ def test_bfloat16_model_from_a_float32_checkpoint(tmp_path: Path) -> None:
     for param in loaded.module.param_instances():
         got = execute(loaded.names.bind(param).recipe, source, name=param.name)
         want = execute(param.recipe, own, name=param.name)
-        assert torch.equal(got, want if param.name.endswith("inv_freq") else want.to(torch.bfloat16)), param.name
+        assert torch.equal(got, want if param.name.endswith("inv_freq") else want.to(torch.bfloat16)), (
+            param.name
+        )
 
 
 def test_recipes_need_no_model_at_run_time(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ class TestRecipes:
 
     def test_steps(self) -> None:
         a = torch.arange(24.0).view(4, 6)
-        cases = [
+        cases: list[tuple[Recipe, torch.Tensor]] = [
             (Slice(Read("a"), 0, 1, 3), a[1:3]),
             (Slice(Read("a"), 1, 2, 6), a[:, 2:6]),
             (Concat((Read("a"), Slice(Read("a"), 0, 0, 1)), 0), torch.cat((a, a[:1]))),
@@ -89,7 +91,10 @@ class TestRecipes:
 
     @pytest.mark.parametrize(
         ("recipe", "says"),
-        [(Slice(Read("a"), 0, 2, 9), "outside axis 0"), (Reshape(Read("a"), (5, 5)), "invalid for input of size 24")],
+        [
+            (Slice(Read("a"), 0, 2, 9), "outside axis 0"),
+            (Reshape(Read("a"), (5, 5)), "invalid for input of size 24"),
+        ],
     )
     def test_impossible_steps_name_the_parameter(self, recipe: Slice | Reshape, says: str) -> None:
         with pytest.raises(WrongShape, match=says) as caught:

@@ -74,7 +74,8 @@ def tiny_model(name: str, *, seed: int = 0) -> Any:
 
     config = tiny_config(name)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
