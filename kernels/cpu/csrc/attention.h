@@ -252,9 +252,9 @@ struct AttnWorker {
 #if CLLM_AMX
     if constexpr (amx) {
       if (rows > 16)
-        amx_tiles<2, 2>(q, size_t(Dp), k0, k1, Dp, 0, to, kChunkTokens);
+        amx_tiles<2, 2>(q, size_t(Dp), k0, k1, Dp, Ahead{}, to, kChunkTokens);
       else
-        amx_tiles<1, 2>(q, size_t(Dp), k0, k1, Dp, 0, to, kChunkTokens);
+        amx_tiles<1, 2>(q, size_t(Dp), k0, k1, Dp, Ahead{}, to, kChunkTokens);
       return;
     }
 #endif

@@ -29,11 +29,16 @@ CLLM_INLINE void configure_tiles(int rows0, int rows1) {
   _tile_loadconfig(&c);
 }
 
-// c[32][32] (row stride ldc floats) = up to 32 rows of a, Kp long, times panels b0, b1. `ahead`: bytes to prefetch ahead
-// in the panels.
+// What to prefetch while tiles are multiplied: bytes [begin, end) of every kilobyte, `distance` further on.
+struct Ahead {
+  size_t distance = 0;
+  int begin = 0, end = 0;
+};
+
+// c[32][32] (row stride ldc floats) = up to 32 rows of a, Kp long, times panels b0, b1.
 template <int MT, int NT>
-CLLM_NOINLINE void amx_tiles(const bf16* a, size_t lda, const uint8_t* b0, const uint8_t* b1, int Kp, int ahead, float* c,
-                            int ldc) {
+CLLM_NOINLINE void amx_tiles(const bf16* a, size_t lda, const uint8_t* b0, const uint8_t* b1, int Kp, Ahead ahead,
+                            float* c, int ldc) {
   _tile_zero(0);
   if (NT > 1) _tile_zero(1);
   if (MT > 1) _tile_zero(2);
@@ -42,11 +47,10 @@ CLLM_NOINLINE void amx_tiles(const bf16* a, size_t lda, const uint8_t* b0, const
   const bf16* a1 = a + 16 * lda;
   for (int k = 0; k < Kp; k += 32) {
     const uint8_t *p0 = b0 + size_t(k) * 32, *p1 = b1 + size_t(k) * 32;
-    if (ahead)
-      for (int i = 0; i < 1024; i += 64) {
-        __builtin_prefetch(p0 + ahead + i);
-        if (NT > 1) __builtin_prefetch(p1 + ahead + i);
-      }
+    for (int i = ahead.begin; i < ahead.end; i += 64) {
+      __builtin_prefetch(p0 + ahead.distance + i);
+      if (NT > 1) __builtin_prefetch(p1 + ahead.distance + i);
+    }
     _tile_loadd(6, p0, 64);
     _tile_loadd(4, a + k, stride);
     _tile_dpbf16ps(0, 4, 6);
@@ -242,7 +246,9 @@ void linear_amx(Team& team, const bf16* x, int ldx, const int* rows, int T, cons
         rows1 = r1;
       }
       const bf16* at = a + size_t(t0) * lda;
-      const int ahead = !W::quantized && T <= kFewRows && t0 == 0 ? 4096 : 0;
+      // Few rows wait for memory: each block of rows brings its share of the next pair of panels.
+      Ahead ahead;
+      if (!W::quantized && T <= kFewRows) ahead = {2 * panel, t0 * 1024 / T / 64 * 64, min_int(1024, (t0 + 32) * 1024 / T / 64 * 64)};
       for (int p = c0; p < c1; p += 2) {
         const uint8_t *b0 = b + size_t(p - c0) * panel, *b1 = b0 + panel;
         const int count = min_int(2, c1 - p);

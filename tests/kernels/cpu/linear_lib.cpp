@@ -28,10 +28,12 @@ template <class W, class XT, class Ep>
 void dispatch(Team& team, const LinearCall& c, Ep ep) {
   for (int i = 0; i < c.repeats; i++) {
     const void* w = (const char*)c.w + i * c.w_stride;
-    if (c.E > 0)
-      linear_experts<W>(team, (const XT*)c.x, c.ldx, c.rows, c.start, c.E, w, c.expert_bytes, c.N, c.K, [=](int) { return ep; });
-    else
-      linear_rows<W>(team, (const XT*)c.x, c.ldx, c.rows, c.T, w, c.N, c.K, ep);
+    if constexpr (std::is_same_v<Ep, Store<XT>> && !W::quantized)
+      if (c.E > 0) {
+        linear_experts<W>(team, (const XT*)c.x, c.ldx, c.rows, c.start, c.E, w, c.expert_bytes, c.N, c.K, [=](int) { return ep; });
+        return;
+      }
+    linear_rows<W>(team, (const XT*)c.x, c.ldx, c.rows, c.T, w, c.N, c.K, ep);
     team.sync();
   }
 }
@@ -41,14 +43,19 @@ void run_call(Team& team, void* raw) {
   const LinearCall& c = *(const LinearCall*)raw;
   const XT *bias = (const XT*)c.bias, *residual = (const XT*)c.residual;
   XT* y = (XT*)c.y;
+  if (c.epilogue == 0) return dispatch<W, XT>(team, c, Store<XT>{y, c.ldy, bias});
+#ifdef ALL_EPILOGUES  // for the machine's best target only: each is instantiated for every layout
+  if constexpr (W::quantized && std::is_same_v<XT, float>) return;
   switch (c.epilogue) {
-    case 0: return dispatch<W, XT>(team, c, Store<XT>{y, c.ldy, bias});
     case 1: return dispatch<W, XT>(team, c, AddResidual<XT>{y, c.ldy, residual, c.ldr, bias});
     case 2: return dispatch<W, XT>(team, c, Gated<Silu, XT>{y, c.ldy, bias});
     case 3: return dispatch<W, XT>(team, c, Act<GeluTanh, XT>{y, c.ldy, bias});
     case 4: return dispatch<W, XT>(team, c, StoreF32<XT>{(float*)c.y, c.ldy, bias, 1.0f, 30.0f});
     default: return dispatch<W, XT>(team, c, StoreF32<float>{(float*)c.y, c.ldy});
   }
+#else
+  (void)residual;
+#endif
 }
 
 template <class W>
