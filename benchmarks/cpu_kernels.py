@@ -65,14 +65,25 @@ class Bench:
             "floor_ms": round(floor * 1e3, 3),
         }
         self.rows.append(row)
-        print(f"{name:32} {row['ms']:>10} ms {row['GB/s']:>8} GB/s {row['GFLOP/s']:>9} GFLOP/s   floor {row['floor_ms']:>8} ms")
+        print(
+            f"{name:32} {row['ms']:>10} ms {row['GB/s']:>8} GB/s {row['GFLOP/s']:>9} GFLOP/s   floor {row['floor_ms']:>8} ms"
+        )
 
     def read(self, memory: torch.Tensor) -> float:
         size = ctypes.c_size_t(memory.numel())
         return best(lambda: self.library.read_memory(self.threads, address(memory), size), self.rounds)
 
     def linear(
-        self, layout: int, dtype: torch.dtype, T: int, n: int, k: int, epilogue: int, weights: torch.Tensor, size: int, layers: int
+        self,
+        layout: int,
+        dtype: torch.dtype,
+        T: int,
+        n: int,
+        k: int,
+        epilogue: int,
+        weights: torch.Tensor,
+        size: int,
+        layers: int,
     ) -> Callable[[], None]:
         x = torch.zeros(T, k, dtype=dtype)
         y = torch.zeros(T, n, dtype=torch.float32 if epilogue == lib.FLOAT else dtype)
@@ -93,7 +104,9 @@ class Bench:
         calls: list[Callable[[], None]] = []
         flops, at = 0.0, 0
         for (_, n, k, epilogue), size in zip(LINEARS, sizes, strict=True):
-            calls.append(self.linear(layout, dtype, T, n, k, epilogue, memory[at : at + LAYERS * size], size, LAYERS))
+            calls.append(
+                self.linear(layout, dtype, T, n, k, epilogue, memory[at : at + LAYERS * size], size, LAYERS)
+            )
             at += LAYERS * size
             flops += 2.0 * T * n * k * LAYERS
         if head:
@@ -138,7 +151,9 @@ def main() -> None:
     square = torch.ones(2048, 2048, dtype=torch.bfloat16)
     peak = 2.0 * 2048**3 / best(lambda: torch.mm(square, square), args.rounds)
     load = os.getloadavg()[0]
-    print(f"target {TARGETS[0]}, {args.threads} threads, load {load:.1f}: read {read / 1e9:.1f} GB/s, torch bf16 {peak / 1e9:.0f} GFLOP/s")
+    print(
+        f"target {TARGETS[0]}, {args.threads} threads, load {load:.1f}: read {read / 1e9:.1f} GB/s, torch bf16 {peak / 1e9:.0f} GFLOP/s"
+    )
     for name in LAYOUTS:
         for T in (1,) if args.quick else (1, 8, 32, 48):
             bench.chain(name, T, peak)

@@ -79,14 +79,23 @@ class Machine:
 
     def _call(self, **fields: object) -> Call:
         s = self.shape
-        call = Call(H=s.H, Hk=s.Hk, D=s.D, window=s.window, softcap=s.softcap, causal=int(s.causal), repeats=1)
+        call = Call(
+            H=s.H, Hk=s.Hk, D=s.D, window=s.window, softcap=s.softcap, causal=int(s.causal), repeats=1
+        )
         call.scale = s.D**-0.5
         call.kv = address(self.cache)
         for name, value in fields.items():
             setattr(call, name, address(value) if isinstance(value, torch.Tensor) else value)
         return call
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor, tables: torch.Tensor) -> None:
+    def write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        starts: torch.Tensor,
+        tables: torch.Tensor,
+    ) -> None:
         call = self._call(
             k=k, v=v, ldk=k.stride(0), ldv=v.stride(0), T=k.shape[0], positions=positions, query_start=starts,
             block_tables=tables, max_blocks=tables.shape[1], S=tables.shape[0],
@@ -105,7 +114,9 @@ class Machine:
             call.sinks = address(sinks)
         self.library.attention(self.threads, self.is_bf16, ctypes.byref(call))
 
-    def dense(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, starts: torch.Tensor) -> None:
+    def dense(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, starts: torch.Tensor
+    ) -> None:
         call = self._call(
             q=q, k=k, v=v, out=out, ldq=q.stride(0), ldk=k.stride(0), ldv=v.stride(0), ldo=out.stride(0),
             query_start=starts, S=starts.numel() - 1,

@@ -80,7 +80,13 @@ def packed_size(library: ctypes.CDLL, layout: int, N: int, K: int) -> int:
 
 
 def pack_into(
-    library: ctypes.CDLL, layout: int, to: torch.Tensor, source: torch.Tensor, K: int, row: int = 0, stride: int = 1
+    library: ctypes.CDLL,
+    layout: int,
+    to: torch.Tensor,
+    source: torch.Tensor,
+    K: int,
+    row: int = 0,
+    stride: int = 1,
 ) -> None:
     library.pack(
         layout,
@@ -141,4 +147,6 @@ def run(
         repeats,
         w_stride,
     )
-    build("linear_lib.cpp", target).linear_call(threads, layout, int(x.dtype == torch.bfloat16), ctypes.byref(call))
+    build("linear_lib.cpp", target).linear_call(
+        threads, layout, int(x.dtype == torch.bfloat16), ctypes.byref(call)
+    )

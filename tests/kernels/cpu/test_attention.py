@@ -21,10 +21,14 @@ SHAPES = {
     "one kv head": Shape(5, 1, 128),
 }
 BATCHES = {
-    "decode": Sequences([(1, 1), (1, 33), (1, 300)]),  # a first token, a block's edge, several chunks of blocks
+    "decode": Sequences(
+        [(1, 1), (1, 33), (1, 300)]
+    ),  # a first token, a block's edge, several chunks of blocks
     "one long decode": Sequences([(1, 700)]),  # shared between threads
     "prefill": Sequences([(70, 70)]),  # three row tiles, the last partial
-    "mixed": Sequences([(1, 65), (37, 37), (4, 50), (40, 330)]),  # decode, prompt, verification, later chunk of a prompt
+    "mixed": Sequences(
+        [(1, 65), (37, 37), (4, 50), (40, 330)]
+    ),  # decode, prompt, verification, later chunk of a prompt
 }
 
 

@@ -101,7 +101,9 @@ def test_experts(target: str, dtype: torch.dtype) -> None:
     lib.run(target, layout, x, joined, N, y, rows=rows, start=start, expert_bytes=packed[0].numel())
     for e in range(E):
         s = slice(int(start[e]), int(start[e + 1]))
-        assert_close(y[s], x[rows[s].long()].double() @ weights[e].value.double().T, dtype) if counts[e] else None
+        assert_close(y[s], x[rows[s].long()].double() @ weights[e].value.double().T, dtype) if counts[
+            e
+        ] else None
 
 
 @pytest.mark.parametrize("layout", [Q4_1, Q4_0, Q8_0])

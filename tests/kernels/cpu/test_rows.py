@@ -68,7 +68,10 @@ class QkvCall(ctypes.Structure):
         *[(name, ctypes.c_int) for name in ("ldqkv", "ldq", "T", "H", "Hk", "D", "rot_dim", "style")],
         *[(name, ctypes.c_void_p) for name in ("q_norm", "k_norm")],
         ("full_row", ctypes.c_int),
-        *[(name, ctypes.c_void_p) for name in ("inv_freq", "cos", "sin", "positions", "query_start", "block_tables")],
+        *[
+            (name, ctypes.c_void_p)
+            for name in ("inv_freq", "cos", "sin", "positions", "query_start", "block_tables")
+        ],
         *[(name, ctypes.c_int) for name in ("S", "max_blocks")],
     ]
 
@@ -88,7 +91,10 @@ def test_qkv_rope_write(norm: str, style: int, rot_dim: int, dtype: torch.dtype)
     starts = torch.tensor([0, 5, 45], dtype=torch.int32)
     tables = torch.tensor([[2, -1], [0, 1]], dtype=torch.int32)
     size = D if norm == "head" else H * D
-    q_norm, k_norm = torch.randn(size, generator=g).to(dtype), torch.randn(min(size, Hk * D), generator=g).to(dtype)
+    q_norm, k_norm = (
+        torch.randn(size, generator=g).to(dtype),
+        torch.randn(min(size, Hk * D), generator=g).to(dtype),
+    )
     inv_freq = 1e4 ** -(torch.arange(0, rot_dim, 2).float() / rot_dim)
     cos, sin = torch.empty(2, T, rot_dim // 2)
     q_out = torch.full((T, H * D), float("nan"), dtype=dtype)
@@ -195,11 +201,15 @@ FUNCTIONS = [
 @pytest.mark.parametrize("index", range(len(FUNCTIONS)), ids=[f[0] for f in FUNCTIONS])
 def test_vector_math(index: int, target: str) -> None:
     name, reference, low, high = FUNCTIONS[index]
-    x = torch.cat([torch.linspace(low, high, 20011), torch.linspace(max(low, -2), min(high, 2), 5003)]).float()
+    x = torch.cat(
+        [torch.linspace(low, high, 20011), torch.linspace(max(low, -2), min(high, 2), 5003)]
+    ).float()
     y = torch.empty_like(x)
     build("rows_lib.cpp", target).math(index, address(x), address(y), x.numel())
     want = reference(x.double())
-    absolute = {"sin": 4e-7, "cos": 4e-7, "gelu": 2e-7, "gelu_tanh": 2e-7, "expm1": 1e-9, "log": 1e-7}.get(name, 1e-37)
+    absolute = {"sin": 4e-7, "cos": 4e-7, "gelu": 2e-7, "gelu_tanh": 2e-7, "expm1": 1e-9, "log": 1e-7}.get(
+        name, 1e-37
+    )
     torch.testing.assert_close(y.double(), want, rtol=2e-6, atol=absolute)
 
 
@@ -223,7 +233,9 @@ def test_bf16_rounding_is_torchs(target: str) -> None:
     library = build("rows_lib.cpp", target)
     bits = torch.randint(-(2**31), 2**31, (4096,), dtype=torch.int32)
     ties = (torch.arange(1024, dtype=torch.int32) << 16) + 0x3F808000
-    x = torch.cat([bits.view(torch.float32), ties.view(torch.float32), torch.tensor([float("inf"), float("nan")])])
+    x = torch.cat(
+        [bits.view(torch.float32), ties.view(torch.float32), torch.tensor([float("inf"), float("nan")])]
+    )
     x = torch.where(x.abs() < 1.2e-38, torch.zeros_like(x), x)  # denormals may be flushed
     y = torch.empty_like(x)
     library.round_to_bf16(address(x), address(y), x.numel())

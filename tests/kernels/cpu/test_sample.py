@@ -64,7 +64,17 @@ class Params:
 
     def row(self) -> Row:
         row = Row()
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seed", "position"):
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition",
+            "presence",
+            "frequency",
+            "seed",
+            "position",
+        ):
             setattr(row, name, getattr(self, name))
         row.logprobs = self.logprobs
         for name, tensor in self.tensors.items():
@@ -74,13 +84,17 @@ class Params:
         return row
 
 
-def run(logits: torch.Tensor, params: list[Params], target: str = TARGETS[0], threads: int = 2) -> list[Result]:
+def run(
+    logits: torch.Tensor, params: list[Params], target: str = TARGETS[0], threads: int = 2
+) -> list[Result]:
     library = build("rows_lib.cpp", target)
     library.sample_row_bytes.restype = ctypes.c_size_t
     assert library.sample_row_bytes() == ctypes.sizeof(Row)
     rows = (Row * len(params))(*[p.row() for p in params])
     results = (Result * len(params))()
-    call = Call(address(logits), len(params), logits.shape[1], ctypes.addressof(rows), ctypes.addressof(results))
+    call = Call(
+        address(logits), len(params), logits.shape[1], ctypes.addressof(rows), ctypes.addressof(results)
+    )
     library.sample_rows(threads, ctypes.byref(call))
     return list(results)
 
@@ -129,7 +143,10 @@ def test_tokens_follow_the_oracle(case: str) -> None:
     V = 1003  # no multiple of 16
     base = CASES[case]
     logits = 3 * torch.randn(40, V, generator=g)
-    params = [Params(base.temperature, base.top_k, base.top_p, base.min_p, seed=2**40 + i, position=3 * i) for i in range(40)]
+    params = [
+        Params(base.temperature, base.top_k, base.top_p, base.min_p, seed=2**40 + i, position=3 * i)
+        for i in range(40)
+    ]
     for r, result in enumerate(run(logits, params)):
         mass = kept(logits[r], params[r])
         cumulative = mass.cumsum(0)
@@ -137,7 +154,10 @@ def test_tokens_follow_the_oracle(case: str) -> None:
         assert mass[result.token] > 0
         # The token's interval holds the target, up to the rounding of float32 terms.
         slack = 1e-5 * float(cumulative[-1])
-        assert cumulative[result.token] >= target - slack and cumulative[result.token] - mass[result.token] <= target + slack
+        assert (
+            cumulative[result.token] >= target - slack
+            and cumulative[result.token] - mass[result.token] <= target + slack
+        )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -187,7 +207,8 @@ def test_logprobs_are_of_the_given_logits() -> None:
     logits = 4 * torch.randn(3, 517, generator=g)
     ids, values = torch.empty(3, 5, dtype=torch.int32), torch.empty(3, 5)
     params = [
-        Params(0.7, seed=i, logprobs=5, tensors={"top_ids": ids[i], "top_logprobs": values[i]}) for i in range(3)
+        Params(0.7, seed=i, logprobs=5, tensors={"top_ids": ids[i], "top_logprobs": values[i]})
+        for i in range(3)
     ]
     want = logits.double().log_softmax(-1)
     for i, result in enumerate(run(logits, params)):
