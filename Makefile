@@ -6,7 +6,9 @@ VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
+BENCH ?= cpu_kernels capture startup
 ARGS ?=
+BENCH ?= cpu_kernels capture startup
 CXX ?= g++
 
 BIN := $(VENV)/bin
@@ -55,8 +57,8 @@ format: $(DEV) ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(DEV) ## Measure; results go to benchmarks/results (ARGS="--help" lists the choices)
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: $(DEV) ## Measure on this machine (BENCH=serving_cpu ARGS="--help": beside other systems)
+	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py $(ARGS); done
 
 clean: ## Remove what was built here, the virtual environment included (not the artifact cache)
 	@[ ! -f $(VENV)/pyvenv.cfg ] || rm -rf $(VENV)

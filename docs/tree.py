@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("compilerllm", "ir", "models", "passes", "kernels", "benchmarks")
+MAX_PURPOSE = 120
 BEGIN, END = "<!-- tree: written by `make tree` -->", "<!-- end of tree -->"
 
 
@@ -19,8 +20,11 @@ def purpose(path: Path) -> str:
     else:
         lead = re.match(r"(?:#pragma once\s*)?((?://[^\n]*\n)+)", text)
         said = " ".join(line.strip("/ ") for line in lead[1].splitlines()) if lead else ""
-    first = re.split(r"(?<=[^.][.])\s+(?=[A-Z`])", said, maxsplit=1)[0]
-    return first.replace("``", "").removesuffix(".")
+    first = re.split(r"(?<=[^.][.])\s+(?=\S)", said, maxsplit=1)[0].replace("``", "").removesuffix(".")
+    for mark in ("; ", ": ", ", "):  # what is too long for a line loses its tail
+        if len(first) > MAX_PURPOSE and mark in first[:MAX_PURPOSE]:
+            first = first[: first.rindex(mark, 0, MAX_PURPOSE)]
+    return first
 
 
 def listing(folder: Path, depth: int) -> list[str]:

@@ -1,1 +1,0 @@
-"""From a planned graph to one C++ source file a program."""
