@@ -156,7 +156,7 @@ def _clamp(low: Lowering, node: fx.Node) -> Result | None:
     return x
 
 
-@rule("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default")
+@rule("aten._to_copy.default", "aten.to.dtype", "aten.type_as.default", "prims.convert_element_type.default")
 def _cast(low: Lowering, node: fx.Node) -> Result | None:
     found = low.operand(low.arg(node, 0))
     dtype = low.type(node).dtype

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from compilerllm.models import formulas
-from compilerllm.models.swaps import probe_norm, probe_rope
+from compilerllm.models.norms import probe_norm
+from compilerllm.models.rotary import probe_rope
 
 
 class Norm(nn.Module):
@@ -108,6 +109,24 @@ def test_rotary_spellings_are_told_apart() -> None:
     assert plain is not None and (plain.style, plain.f32, plain.partial) == ("half", False, False)
     assert wide is not None and (wide.style, wide.f32) == ("half", True)
     assert pairs is not None and (pairs.style, pairs.partial) == ("interleaved", True)
+
+
+def rotate_glm(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Reads half of a table that repeats itself, and turns adjacent columns."""
+    cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
+    return rotate_pairs(q, k, cos, sin, unsqueeze_dim)
+
+
+def test_half_of_a_full_table_may_be_read() -> None:
+    form = probe_rope(rotate_glm, {("half", False)})
+    assert form is not None and (form.style, form.half_width, form.narrow, form.partial) == (
+        "interleaved",
+        True,
+        True,
+        True,
+    )
 
 
 def test_a_rotation_the_other_way_is_left_alone() -> None:

@@ -51,13 +51,21 @@ TINY: dict[str, Tiny] = {
     "gpt_oss": Tiny(_HEAD16 | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "intermediate_size": 64},
                     norms=7, ropes=6, kinds=2, attrs={"window": 6}),
 }  # fmt: skip
+# Not asked for, and here so that what makes new architectures work stays working: logits only.
+MORE: dict[str, dict[str, Any]] = {
+    "cohere2": _COMMON | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "glm4": _HEAD16, "olmoe": _COMMON | {"num_experts": 4, "num_experts_per_tok": 2}, "opt": {
+        "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 96,
+        "max_position_embeddings": 128, "word_embed_proj_dim": 64,
+    }, "phi": _COMMON | {"num_key_value_heads": 4}, "smollm3": _COMMON | {"no_rope_layers": [1, 1, 0]},
+}  # fmt: skip
 EXPERTS = {"mixtral": 3, "qwen3_moe": 2, "gpt_oss": 3}
 
 
 def tiny_config(name: str) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(name, **TINY[name].values)
+    return AutoConfig.for_model(name, **(MORE[name] if name in MORE else TINY[name].values))
 
 
 @functools.cache
