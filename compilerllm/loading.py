@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from compilerllm.artifact import read_manifest
 from compilerllm.checkpoint import locate
-from compilerllm.compiled import CompiledModel, default_threads
+from compilerllm.compiled import CompiledModel
 from compilerllm.compiler import CompileRequest, Found, OnStage, ensure_artifact
 from compilerllm.config import EngineConfig
+from compilerllm.environment import num_threads
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Executable
 from compilerllm.kernels.errors import KernelError
@@ -53,7 +54,7 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
     decode = [b.sequences for b in buckets if b.max_query == 1]
     card = {
         "model": f"{config.model.display_name} ({manifest['facts']['architecture']}, {manifest['facts']['dtype']})",
-        "target": f"{manifest['target']}, {default_threads()} threads, level O{manifest['level']}",
+        "target": f"{manifest['target']}, {num_threads()} threads, level O{manifest['level']}",
         "buckets": f"{len(decode)} decode ({decode[0]} to {decode[-1]} sequences), {len(buckets) - len(decode)} mixed "
         f"(up to {max(b.tokens for b in buckets)} tokens)",
         "memory": memory_line(model),
