@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 from compilerllm.config import CacheConfig, SchedulerConfig
-from compilerllm.errors import KVCacheTooSmall
+from compilerllm.errors import InvalidParameter, KVCacheTooSmall
 from compilerllm.ir.step import Bucket, Executable, Sampled
 from compilerllm.runtime.admission import Limits
 from compilerllm.runtime.block_pool import BlockPool
@@ -50,14 +50,21 @@ class InProcessEngine:
     ) -> None:
         """``max_model_len`` is the user's wish; without one, the KV blocks may shorten the model's own limit.
 
-        Raises ``KVCacheTooSmall`` if the wish, or a single block, does not fit.
+        Raises ``KVCacheTooSmall`` if the wish, or a single block, does not fit, ``InvalidParameter`` if the wish is
+        beyond what the model can do.
         """
         scheduler, cache = scheduler or SchedulerConfig(), cache or CacheConfig()
         widest = widest_bucket(model.buckets)
         max_num_seqs = (
             scheduler.max_num_seqs if widest is None else min(scheduler.max_num_seqs, widest.sequences)
         )
-        longest = min(model.max_model_len, max_model_len or model.max_model_len)
+        longest = max_model_len or model.max_model_len
+        if longest > model.max_model_len:
+            raise InvalidParameter(
+                f"--max-model-len is {longest}, but the model's context ends at {model.max_model_len} tokens. "
+                "Ask for no more than that.",
+                "max_model_len",
+            )
         num_blocks = count_blocks(cache, model.groups, max_model_len=longest, max_num_seqs=max_num_seqs)
         # Two steps may be under way: one runs, one is scheduled.
         chunk = min(scheduler.max_prefill_chunk or longest, scheduler.max_num_batched_tokens)
@@ -67,7 +74,7 @@ class InProcessEngine:
             num_blocks,
             max_num_seqs,
             enable_prefix_caching=cache.enable_prefix_caching,
-            max_ahead=2 * chunk,
+            max_ahead=max(2 * chunk, 1 + max_drafts),
         )
         longest = _fit(longest, pool, must_hold=max_model_len is not None)
         if any(group.rollback == "none" for group in model.groups):

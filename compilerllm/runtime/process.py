@@ -9,6 +9,7 @@ import gc
 import importlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -131,6 +132,7 @@ class _Lifeline(threading.Thread):
             if self.engine is not None:
                 outbox.send(_encode(self.engine.last_stats))
             time.sleep(HEARTBEAT_SECONDS)
+        shutil.rmtree(self._directory, ignore_errors=True)  # the parent cannot any more
         os._exit(1)
 
 

@@ -231,6 +231,13 @@ def test_a_context_asked_for_that_does_not_fit_is_an_error() -> None:
         InProcessEngine(FakeModel(), cache=CacheConfig(num_blocks=5), max_model_len=30)
 
 
+def test_a_context_beyond_the_model_s_is_an_error() -> None:
+    with pytest.raises(
+        InvalidParameter, match=r"--max-model-len is 49, but the model's context ends at 48 tokens"
+    ):
+        InProcessEngine(FakeModel(), cache=CacheConfig(num_blocks=50), max_model_len=49)
+
+
 def test_blocks_come_from_bytes_and_are_no_more_than_sequences_can_use() -> None:
     one = StateGroup("kv", "paged", 32, 1 << 20)
     two = (one, StateGroup("kv.window", "paged", 32, 1 << 20, window=64))

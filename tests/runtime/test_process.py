@@ -30,7 +30,7 @@ GREEDY = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def _factories_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 def engine_of(options: str = "delay=0.005", *, num_blocks: int = 400, **extra: object) -> ProcessEngine:
@@ -244,7 +244,8 @@ def test_a_kv_cache_too_small_for_the_context_asked_for_is_a_failed_start() -> N
         ProcessEngine(config, factory=FACTORY).start(60)
 
 
-def test_the_engine_ends_with_its_parent() -> None:
+def test_the_engine_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     program = (
         "import sys, time; from compilerllm.config import EngineConfig\n"
         "from compilerllm.runtime.client import ProcessEngine\n"
@@ -260,7 +261,7 @@ def test_the_engine_ends_with_its_parent() -> None:
     deadline = time.monotonic() + 5
     while _runs(child) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _runs(child)
+    assert not _runs(child) and list(tmp_path.iterdir()) == []
 
 
 def _runs(pid: int) -> bool:

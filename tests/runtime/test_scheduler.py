@@ -155,6 +155,19 @@ def test_a_sequence_preempted_while_it_runs_keeps_its_blocks_until_that_step_is_
     assert bench.scheduler.waiting[0] is late
 
 
+def test_no_more_is_preempted_while_blocks_are_on_their_way_back() -> None:
+    bench = Bench(blocks=10, max_num_batched_tokens=64)
+    for name, length, first in (("a", 7, 1), ("b", 9, 50), ("c", 6, 90)):
+        bench.add(name, length, first)
+    running = bench.schedule()
+    while bench.scheduler.stats().num_preemptions == 0:
+        ahead = bench.schedule()
+        bench.commit(running)
+        running = ahead
+    assert bench.scheduler.stats().num_preemptions == 1, "a took c's blocks, not b's too"
+    assert [seq.request_id for seq in bench.scheduler.running] == ["a", "b"]
+
+
 def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     bench = Bench(max_num_batched_tokens=64)
     first = bench.add("a", 13)
