@@ -15,11 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from compilerllm.artifact import read_manifest
-    from compilerllm.cli.terminal import compile_progress, print_card
-    from compilerllm.loading import find_artifact
+    from compilerllm.cli.local import compile_model
+    from compilerllm.cli.terminal import print_card
 
-    with compile_progress() as on_stage:
-        found = find_artifact(read_engine_config(args), on_stage)
+    found = compile_model(read_engine_config(args))
     manifest = read_manifest(found.path) or {}
     stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in manifest.get("seconds", {}).items())
     print_card(

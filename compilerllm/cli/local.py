@@ -1,4 +1,4 @@
-"""A model in this process, for commands that need no server."""
+"""Models for commands: compiled with a progress bar, or loaded into this process."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -6,17 +6,25 @@ from typing import TYPE_CHECKING, Any
 from compilerllm.config import CONFIG_PARTS, EngineConfig
 
 if TYPE_CHECKING:
+    from compilerllm.compiler import Found
     from compilerllm.llm import LLM
+
+
+def compile_model(config: EngineConfig) -> "Found":
+    """The artifact, built in a child process if the cache has none. Loads no torch here: a server's own process has none."""
+    from compilerllm.checkpoint import locate
+    from compilerllm.cli.terminal import compile_progress
+    from compilerllm.compiler import CompileRequest, ensure_artifact
+
+    with compile_progress() as on_stage:
+        return ensure_artifact(CompileRequest.of(config), locate(config.model.model), on_stage)
 
 
 def open_model(config: EngineConfig) -> "LLM":
     """Compile with a progress bar if need be, then load."""
-    from compilerllm.cli.terminal import compile_progress
     from compilerllm.llm import LLM
-    from compilerllm.loading import find_artifact
 
-    with compile_progress() as on_stage:
-        find_artifact(config, on_stage)
+    compile_model(config)
     return LLM(**flat_options(config))
 
 

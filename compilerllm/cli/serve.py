@@ -37,17 +37,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(config: Any, server: ServerConfig, listener: Any) -> None:
-    from compilerllm.cli.terminal import compile_progress, print_card
-    from compilerllm.loading import find_artifact, tokenizer_dir
+    from compilerllm.cli import local
+    from compilerllm.cli.terminal import print_card
     from compilerllm.runtime.client import ProcessEngine
     from compilerllm.server.run import address_of, run
 
-    with compile_progress() as on_stage:
-        found = find_artifact(config, on_stage)
+    found = local.compile_model(config)
     engine = ProcessEngine(config)
     try:
         with ThreadPoolExecutor(1) as thread:  # while the engine loads the weights
-            face = thread.submit(_load_face, tokenizer_dir(found.path))
+            face = thread.submit(_load_face, found.path / "tokenizer")
             ready = engine.start()
             build_app, tokenizer = face.result()
         card = dict(ready.card)

@@ -27,14 +27,14 @@ class Tokenizer:
         if not path.is_file():
             raise TokenizerMissing(str(self.folder))
         try:
-            content = path.read_text(encoding="utf-8")
-            self._raw = RawTokenizer.from_str(content)
-            decoder = json.loads(content).get("decoder")
+            self._raw = RawTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for everything it cannot parse
             raise TokenizerBroken(str(path), str(error)) from error
         self._raw.no_truncation()
         self._raw.no_padding()
-        self._pieces = read_pieces(self._raw, decoder)
+        # A decoder's pickle is its JSON; to parse tokenizer.json for it (33 MB for Gemma) takes seconds.
+        decoder = self._raw.decoder
+        self._pieces = read_pieces(self._raw, None if decoder is None else json.loads(decoder.__getstate__()))
         added = self._raw.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._raw.get_vocab_size(with_added_tokens=True)

@@ -24,12 +24,12 @@ RUNTIME_TESTS = Path(__file__).parents[1] / "runtime"
 PROGRAM = """
 import functools, sys
 from pathlib import Path
-from compilerllm import loading
+from compilerllm.cli import local
 from compilerllm.cli.main import main
 from compilerllm.compiler import Found
 from compilerllm.runtime import client
 
-loading.find_artifact = lambda config, on_stage=None: Found(Path(sys.argv[1]), False, 1.25)
+local.compile_model = lambda config: Found(Path(sys.argv[1]), False, 1.25)
 client.ProcessEngine = functools.partial(client.ProcessEngine, factory="fake_model:load")
 sys.exit(main(["serve", *sys.argv[2:]]))
 """
