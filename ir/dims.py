@@ -6,6 +6,7 @@ Text becomes an expression through ``ast``, never through ``sympify`` (which eva
 
 import ast
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TypeAlias
 
 import sympy
@@ -43,7 +44,13 @@ def dim(value: "Dim | str") -> Dim:
         return parse_dim(value)
     if isinstance(value, int):
         return int(value)
-    return int(value) if value.is_Integer else value
+    return int(value) if value.is_Integer else _expanded(value)
+
+
+@lru_cache(maxsize=4096)
+def _expanded(value: sympy.Expr) -> sympy.Expr:
+    """Multiplied out, so that equal sizes are equal expressions and text reads back to the same one."""
+    return value if value.is_Symbol else sympy.expand(value)
 
 
 def free_dims(value: Dim) -> frozenset[str]:

@@ -123,6 +123,12 @@ class Op:
     def pure(self) -> bool:
         return not (self.writes_state or self.effects)
 
+    @property
+    def signature(self) -> str:
+        """As ``define`` was given it: ``linear(x, weight, bias?)``."""
+        parts = ("*" * o.variadic + o.name + "?" * o.optional for o in self.operands)
+        return f"{self.name}({', '.join(parts)})"
+
     def operand_index(self, name: str) -> int:
         return next(i for i, o in enumerate(self.operands) if o.name == name)
 
@@ -150,7 +156,14 @@ class Op:
         """The output types, or None where the op leaves them to its maker. Raises ``TypeMismatch``."""
         self.check_operands(inputs)
         self.check_attrs(attrs)
-        return None if self.rule is None else self.rule(OpCall(self, inputs, attrs))
+        if self.rule is None:
+            return None
+        try:
+            return self.rule(OpCall(self, inputs, attrs))
+        except (IndexError, TypeError, ValueError) as error:
+            # Rules read axes and numbers freely; an operand of too small a rank or an attribute of another kind ends here.
+            given = ", ".join("none" if v is None else str(v.type) for v in inputs)
+            raise TypeMismatch(f"{self.name}: ({given}) does not fit {self.signature}: {error}") from error
 
     def cost(self, node: Node) -> Cost:
         """Bytes moved and flops of one execution, states' traffic not counted."""

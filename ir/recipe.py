@@ -6,6 +6,7 @@ only, since serving reads recipes from an artifact. Text: ``concat(read("q.weigh
 
 import ast
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -135,13 +136,13 @@ def print_recipe(recipe: Recipe) -> str:
     """Text that ``parse_recipe`` reads back to an equal recipe."""
     match recipe:
         case Read(name=name):
-            return f"read({json.dumps(name)})"
+            return f"read({_quoted(name)})"
         case Literal(dtype=dtype, shape=shape, values=values):
-            return f"literal({json.dumps(dtype)}, {list(shape)}, {[float(v) for v in values]!r})"
+            return f"literal({_quoted(dtype)}, {list(shape)}, [{', '.join(map(_number, values))}])"
         case Convert(source=s, dtype=dtype):
-            return f"convert({print_recipe(s)}, {json.dumps(dtype)})"
+            return f"convert({print_recipe(s)}, {_quoted(dtype)})"
         case Shift(source=s, amount=amount):
-            return f"shift({print_recipe(s)}, {float(amount)!r})"
+            return f"shift({print_recipe(s)}, {_number(amount)})"
         case Slice(source=s, axis=axis, start=start, stop=stop):
             return f"slice({print_recipe(s)}, axis={axis}, start={start}, stop={stop})"
         case Concat(sources=parts, axis=axis):
@@ -151,7 +152,17 @@ def print_recipe(recipe: Recipe) -> str:
         case Reshape(source=s, shape=shape):
             return f"reshape({print_recipe(s)}, {list(shape)})"
         case Relayout(source=s, layout=layout):
-            return f"relayout({print_recipe(s)}, {json.dumps(layout)})"
+            return f"relayout({print_recipe(s)}, {_quoted(layout)})"
+
+
+def _quoted(text: str) -> str:
+    """A string that JSON and Python read alike (JSON's pairs of escapes for rare characters are two in Python)."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _number(value: float) -> str:
+    """A float that Python reads as a literal; what is not finite is quoted."""
+    return repr(float(value)) if math.isfinite(value) else f'"{value}"'
 
 
 def parse_recipe(text: str) -> Recipe:
@@ -178,7 +189,16 @@ def _convert(node: ast.expr) -> Recipe:
     def ints(index: int) -> tuple[int, ...]:
         return tuple(int(v) for v in value(index))  # type: ignore[attr-defined]
 
-    arity = {"read": 1, "literal": 3, "convert": 2, "shift": 2, "slice": 1, "permute": 2, "reshape": 2, "relayout": 2}
+    arity = {
+        "read": 1,
+        "literal": 3,
+        "convert": 2,
+        "shift": 2,
+        "slice": 1,
+        "permute": 2,
+        "reshape": 2,
+        "relayout": 2,
+    }
     if node.func.id in arity and len(node.args) != arity[node.func.id]:
         raise ValueError(f"{node.func.id} takes {arity[node.func.id]} arguments, not {len(node.args)}")
     match node.func.id:
@@ -193,6 +213,8 @@ def _convert(node: ast.expr) -> Recipe:
         case "slice":
             return Slice(_convert(node.args[0]), whole("axis"), whole("start"), whole("stop"))
         case "concat":
+            if not node.args:
+                raise ValueError("concat takes at least one recipe")
             return Concat(tuple(_convert(a) for a in node.args), whole("axis"))
         case "permute":
             return Permute(_convert(node.args[0]), ints(1))

@@ -230,10 +230,11 @@ class _Parser:
     def param(self, scope: dict[str, Value]) -> Param:
         found = self.regex(_VALUE, "a parameter such as %weight")
         self.expect(":")
+        self.space()
         start = self.at
         type = self.type()
         if not isinstance(type, TensorType):
-            raise self.fail("a parameter must be a tensor", start)
+            raise self.fail("a parameter must be a tensor", start, self.at - start)
         value = self.declare(scope, found, type)
         if not self.accept("="):
             return Param(value, Read(value.name))

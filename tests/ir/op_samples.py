@@ -164,6 +164,7 @@ def _serving_samples() -> dict[str, list[str]]:
     shapes = {"query_start": "S + 1", "seq_lens": "S", "slots": "S", "sample_rows": "R"}
     for field in ("token_ids", "positions", "query_start", "seq_lens", "slots", "sample_rows", "adapter_id"):
         add("step_field", "", f'%y = step_field(%step, field="{field}") : i32[{shapes.get(field, "T")}]')
+    add("step_field", "", '%y = step_field(%step, field="slots", extent=3) : i32[3]')
     kv = "state %kv : paged_kv<f32, heads=2, dim=8>"
     kv_window = "state %kv : paged_kv<bf16, heads=2, dim=8, window=5>"
     write = "kv_write(%kv, %k, %v, %step)"
