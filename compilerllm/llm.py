@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 from compilerllm.config import EngineConfig
 from compilerllm.errors import GenerationFailed, InvalidParameter
+from compilerllm.ir.step import Executable
 from compilerllm.outputs import CompletionOutput, RequestOutput, read_logprobs
-from compilerllm.runtime.messages import Batch, Ready, Request
+from compilerllm.runtime.messages import Batch, Ready, Request, Stats
 from compilerllm.sampling_params import SamplingParams
+from compilerllm.text.absent import open_tokenizer
 from compilerllm.text.chat import render_chat
 from compilerllm.text.output import SequenceText, TextDelta, compile_stops
 from compilerllm.text.prompts import Prompt, encode_prompt, split_params
@@ -36,6 +38,8 @@ class Engine(Protocol):
     def step(self) -> Batch: ...
 
     def has_unfinished(self) -> bool: ...
+
+    def stats(self) -> Stats: ...
 
     def close(self) -> None: ...
 
@@ -64,14 +68,15 @@ class LLM:
 
         config = EngineConfig.create(model=model, **options)
         loaded, facts = load_engine_model(config)
-        tokenizer = Tokenizer(tokenizer_dir(find_artifact(config).path))
+        tokenizer = open_tokenizer(tokenizer_dir(find_artifact(config).path))
         longest = config.model.max_model_len
         engine = InProcessEngine(loaded, config.scheduler, config.cache, max_model_len=longest, facts=facts)
-        self._begin(engine, tokenizer)
+        self._begin(engine, tokenizer, loaded)
 
-    def _begin(self, engine: Engine, tokenizer: Tokenizer) -> None:
+    def _begin(self, engine: Engine, tokenizer: Tokenizer, model: Executable | None = None) -> None:
         self._engine, self.tokenizer = engine, tokenizer
         self._count = 0
+        self.model = model  # None where the engine was made elsewhere
 
     @classmethod
     def over(cls, engine: Engine, tokenizer: Tokenizer) -> "LLM":
@@ -100,6 +105,10 @@ class LLM:
     def card(self) -> dict[str, str]:
         """Label and text of what was loaded."""
         return self._engine.ready.card
+
+    def stats(self) -> Stats:
+        """Counters since the start: tokens, preemptions, prefix hits, blocks in use."""
+        return self._engine.stats()
 
     def generate(
         self,

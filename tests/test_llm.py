@@ -10,6 +10,7 @@ from compilerllm import LLM, SamplingParams
 from compilerllm.config import SchedulerConfig
 from compilerllm.errors import ContextLengthExceeded, GenerationFailed, InvalidParameter
 from compilerllm.runtime.engine import InProcessEngine
+from compilerllm.text.absent import open_tokenizer
 from tests.runtime.fake_model import EOS, PAGED, POISON, VOCAB, FakeModel, generate_alone
 from tests.text.tiny_tokenizers import letters, save_tokenizer
 
@@ -87,9 +88,9 @@ def test_stop_strings_cut_the_text_and_free_the_request(llm: LLM) -> None:
     stop = whole.text[4:7]
     at = whole.text.index(stop)
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop=(stop,))
-    before = llm._engine.stats().steps  # type: ignore[attr-defined]
+    before = llm.stats().steps
     cut = llm.generate("abc", params)[0].outputs[0]
-    assert llm._engine.stats().steps - before < at + 8, "the engine went on after the stop string"  # type: ignore[attr-defined]
+    assert llm.stats().steps - before < at + 8, "the engine went on after the stop string"
     assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole.text[:at], "stop", stop)
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)] and len(cut.token_ids) < len(
         whole.token_ids
@@ -109,10 +110,10 @@ def test_chat_renders_the_template(llm: LLM) -> None:
 def test_a_stream_that_is_left_holds_nothing(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     stream = llm.stream("abc", params)
-    before = llm._engine.stats().steps  # type: ignore[attr-defined]
+    before = llm.stats().steps
     assert next(stream)
     stream.close()
-    assert llm._engine.stats().steps - before < 8, "the engine went on after the reader left"  # type: ignore[attr-defined]
+    assert llm.stats().steps - before < 8, "the engine went on after the reader left"
     assert not llm._engine.has_unfinished()
     assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == alone(llm, "abc")[0]
 
@@ -146,6 +147,16 @@ def test_bad_prompts_are_refused_and_nothing_stays(llm: LLM, prompt: Any) -> Non
     with pytest.raises(InvalidParameter):
         llm.generate(["abc", prompt], GREEDY)
     assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == alone(llm, "abc")[0]
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_ids(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(tmp_path)
+    with LLM.over(InProcessEngine(FakeModel(PAGED, 48)), tokenizer) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1)
+        output = llm.generate({"prompt_token_ids": [1, 2, 3]}, params)[0].outputs[0]
+        assert output.token_ids == generate_alone(PAGED, [1, 2, 3], params, 48)[0] and output.text == ""
+        with pytest.raises(InvalidParameter, match="no tokenizer"):
+            llm.generate("abc", params)
 
 
 def test_too_long_a_prompt_is_refused_with_numbers(llm: LLM) -> None:

@@ -1,10 +1,12 @@
 """The entry point: finds the command, runs it, and turns errors into a message and an exit status.
 
-Exit status: 0 done, 1 a mistake that the message explains, 2 a command line that does not parse, 130 interrupted.
+Exit status: 0 done, 1 a mistake that the message explains, 2 a command line that does not parse, 130 interrupted,
+141 nobody reads the output.
 """
 
 import difflib
 import importlib
+import os
 import sys
 
 from compilerllm.cli.flags import Parser, UsageError
@@ -45,6 +47,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except Exception as error:
         if debug or not _is_explained(error):
             raise

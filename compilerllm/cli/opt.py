@@ -75,9 +75,10 @@ def _load(source: str, dtype: str) -> "Module":
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidParameter(f"Cannot read {source}: {error}") from error
     from compilerllm.checkpoint import locate
-    from compilerllm.models.prepare import prepare
+    from compilerllm.models.model import capture_checkpoint
+    from compilerllm.models.resolve import resolve
 
-    return prepare(str(locate(source)), dtype=dtype, weights="auto", load_format="dummy").capture()
+    return capture_checkpoint(resolve(str(locate(source)), dtype=dtype), keep_packed=True).module
 
 
 def _print_reports(reports: "list[PassReport]") -> None:

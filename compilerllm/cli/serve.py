@@ -62,6 +62,6 @@ def _serve(config: Any, server: ServerConfig, listener: Any) -> None:
 
 def _load_face(folder: Path) -> Any:
     from compilerllm.server.app import build_app
-    from compilerllm.text.tokenizer import Tokenizer
+    from compilerllm.text.absent import open_tokenizer
 
-    return build_app, Tokenizer(folder)
+    return build_app, open_tokenizer(folder)
