@@ -4,6 +4,7 @@ No compiler is imported here: an artifact's library and manifest, and the checkp
 """
 
 import ctypes as C
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,11 @@ class CompiledModel:
         """Bytes of weights in memory."""
         return self.weights.size if self.weights is not None else 0
 
+    @property
+    def leaves_host_free(self) -> bool:
+        """True where the process may use more cores than a step's threads take."""
+        return self.threads < len(os.sched_getaffinity(0))
+
     def allocate(self, num_blocks: int, max_num_seqs: int) -> SamplingTables:
         """Reserve ``num_blocks`` blocks in each group (touched when first written) and the sampling tables."""
         for entry in self.manifest["states"]:
@@ -91,8 +97,9 @@ class CompiledModel:
 
     def bucket_of(self, step: StepInputs) -> int:
         """Index of the smallest bucket that holds the step. Raises ``StepTooLarge``."""
+        size = len(step.token_ids), len(step.seq_lens), len(step.sample_rows), step.max_query
         for index in self._order:
-            if self.buckets[index].holds(step):
+            if self.buckets[index].fits(*size):
                 return index
         raise StepTooLarge(
             f"no bucket holds a step of {len(step.token_ids)} tokens, {len(step.seq_lens)} sequences and "
@@ -103,7 +110,7 @@ class CompiledModel:
         """Run one step; the library releases the GIL. Negative token ids are the slots' last tokens."""
         plan = self.bucket_of(step)
         pending = step.token_ids < 0
-        if pending.any():
+        if pending.any():  # the host runs a step ahead: these tokens are known here only
             step.token_ids[pending] = self.sampler.tables.last_token[-1 - step.token_ids[pending]]
         self._rows = len(step.sample_rows)
         dims = {"T": len(step.token_ids), "S": len(step.seq_lens), "R": self._rows}

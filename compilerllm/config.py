@@ -140,7 +140,10 @@ class SchedulerConfig:
         "Most requests that wait beyond the running ones before new ones are refused; by default no limit.",
     )
     policy: Literal["fcfs"] = _option("fcfs", "Order of requests: fcfs, first come, first served.")
-    async_scheduling: bool = _option(True, "Schedule the next step while the present one runs.")
+    async_scheduling: bool | None = _option(
+        None,
+        "Schedule the next step while the present one runs; by default where a step leaves the host a core of its own.",
+    )
 
     def __post_init__(self) -> None:
         _whole("max_num_seqs", self.max_num_seqs, 1)

@@ -1,5 +1,6 @@
 """Offsets of a program's values in each bucket's arena."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from compilerllm.ir.dims import Dim, substitute
@@ -24,8 +25,12 @@ def alias_table(module: Module) -> dict[Value, Value]:
     return table
 
 
-def plan_program(module: Module, program: Program, bucket: Bucket, aliases: dict[Value, Value]) -> dict[str, Any]:
+def plan_program(
+    module: Module, program: Program, bucket: Bucket, aliases: dict[Value, Value], exact: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """The manifest's plan of one bucket: arena bytes, an offset for each of the program's slots, its scratch after them.
+
+    ``exact`` gives dims beside the bucket's; the functions must declare them with no higher bound.
 
     A layer function's frame has one place for all its calls: behind whatever ``main`` keeps alive at any of them.
     """
@@ -37,7 +42,7 @@ def plan_program(module: Module, program: Program, bucket: Bucket, aliases: dict
         base[call.fn] = max(base.get(call.fn, 0), start)
     for function, start in base.items():
         end = max(end, start + plan.frames[function].bytes)
-    dims = bucket_dims(bucket)
+    dims = bucket_dims(bucket) | dict(exact or {})
     end = aligned(end)
 
     def reserve(size: Dim) -> int:

@@ -27,11 +27,15 @@ class Bucket:
     max_query: int
 
     def holds(self, step: "StepInputs") -> bool:
+        """Whether the step is within all bounds."""
+        return self.fits(len(step.token_ids), len(step.seq_lens), len(step.sample_rows), step.max_query)
+
+    def fits(self, tokens: int, sequences: int, rows: int, max_query: int) -> bool:
         return (
-            len(step.token_ids) <= self.tokens
-            and len(step.seq_lens) <= self.sequences
-            and len(step.sample_rows) <= self.rows
-            and step.max_query <= self.max_query
+            tokens <= self.tokens
+            and sequences <= self.sequences
+            and rows <= self.rows
+            and max_query <= self.max_query
         )
 
 
@@ -134,6 +138,11 @@ class Executable(Protocol):
 
     @property
     def buckets(self) -> tuple[Bucket, ...]: ...
+
+    @property
+    def leaves_host_free(self) -> bool:
+        """Whether a running step leaves the host a core of its own, so that scheduling ahead costs nothing."""
+        ...
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> SamplingTables:
         """Make the states (``num_blocks`` blocks in each paged group) and the sampling tables. Once."""

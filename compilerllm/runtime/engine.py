@@ -86,7 +86,10 @@ class InProcessEngine:
         self.ready = self._describe(model, pool, longest, max_num_seqs, scheduler)
         self.limits = Limits.of(self.ready)
         self._runner = Runner(model, num_blocks, max_num_seqs, longest)
-        self._overlap = scheduler.async_scheduling and drafter is None  # a draft's fate decides the next step
+        overlap = scheduler.async_scheduling
+        if overlap is None:  # a step that keeps all cores busy would only wait for the host to get off one
+            overlap = model.leaves_host_free
+        self._overlap = overlap and drafter is None  # a draft's fate decides the next step
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="step") if self._overlap else None
         self._running: tuple[Launch, Future[Sampled | None]] | None = None
         self._inbox: deque[Request | str] = deque()  # requests, and ids to abort

@@ -348,6 +348,6 @@ static void entry(Team& team, void* arg) {{
   const Ctx& c = *(const Ctx*)arg;
   {c_name(main.name)}({call});
 }}
-extern "C" void cllm_run(int threads, Ctx* c) {{ run_team(threads, entry, c); }}
+CLLM_EXPORT void cllm_run(int threads, Ctx* c) {{ run_team(threads, entry, c); }}
 """
 

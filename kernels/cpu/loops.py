@@ -114,6 +114,7 @@ class LoopNest:
     def __init__(self, e: "FunctionEmitter", nodes: Sequence[Node], results: dict[Value, Ref], sources: dict[Value, Ref]) -> None:
         self.e, self.nodes, self.results, self.sources = e, list(nodes), results, dict(sources)
         self.producers = {v: n for n in nodes for v in n.outputs}
+        self.dropped = self._without_last_axis()
         self.shape = self._iteration_shape()
         everything = [*self.sources, *self.producers]
         self.lanes = all(v.dtype in VECTOR_DTYPES for v in everything)
@@ -126,8 +127,7 @@ class LoopNest:
         rank = max((len(v.shape) for v in [*self.sources, *self.producers]), default=0) or 1
         shape: list[Dim] = [1] * rank
         for value in [*self.sources, *self.producers]:
-            producer = self.producers.get(value)
-            if producer is not None and producer.op in REDUCTION_OPS and not producer.attrs.get("keepdim"):
+            if value in self.dropped:
                 continue  # its axes are one fewer, the last one is gone
             for axis, extent in enumerate(value.shape):
                 at = axis + rank - len(value.shape)
@@ -135,14 +135,29 @@ class LoopNest:
                     shape[at] = extent
         return tuple(shape)
 
+    def _without_last_axis(self) -> set[Value]:
+        """Values that have no place for the columns: results of reductions that drop the axis, and what meets them."""
+        dropped: set[Value] = set()
+        kept: set[Value] = set()
+        for node in self.nodes:
+            if node.op in REDUCTION_OPS or node.op == "softmax":
+                gone = node.op != "softmax" and not node.attrs.get("keepdim")
+                kept.update(node.operands)
+                (dropped if gone else kept).update(node.outputs)
+            else:
+                together = dropped if any(v in dropped and v in self.producers for v in node.operands) else kept
+                together.update((*node.operands, *node.outputs))
+        if both := [v for v in self.sources if v in dropped and v in kept and v.shape]:
+            raise UnsupportedByTarget(f"@{self.e.graph.name}: %{both[0].name} is read before and behind a reduction of one group")
+        return dropped
+
     def out(self, text: str) -> None:
         self.e.line(self.indent + text)
 
     def strides_of(self, value: Value, ref: Ref) -> tuple[Dim, ...]:
         """Strides over the iteration space; axes the value is broadcast along step by 0."""
-        producer = self.producers.get(value)
         shape, strides = ref.shape, ref.strides
-        if producer is not None and producer.op in REDUCTION_OPS and not producer.attrs.get("keepdim"):
+        if value in self.dropped:
             shape, strides = (*shape, 1), (*strides, 0)
         pad = len(self.shape) - len(shape)
         return (0,) * pad + tuple(0 if e == 1 and t != 1 else s for e, s, t in zip(shape, strides, self.shape[pad:], strict=True))
@@ -150,7 +165,7 @@ class LoopNest:
     def row_wide(self, value: Value) -> bool:
         """Whether one number serves the whole row."""
         producer = self.producers.get(value)
-        if producer is not None and producer.op in REDUCTION_OPS:
+        if value in self.dropped or (producer is not None and producer.op in REDUCTION_OPS):
             return True
         if self.shape[-1] == 1:
             return False

@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-_COMMON = ("-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
+_COMMON = (
+    "-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread",
+    # A library keeps its thread pool to itself, however many are loaded.
+    "-fvisibility=hidden", "-fno-gnu-unique",
+    "-Wno-uninitialized", "-Wno-maybe-uninitialized",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,18 @@ class Sampler:
         self._run.argtypes, self._run.restype = [C.c_int, C.POINTER(_Job), C.POINTER(_Tables)], None
         self.vocab_size, self.threads = vocab_size, threads
         self.tables = empty_tables(slots)
+        self._pointers: tuple[object, _Tables] | None = None  # made anew when the count tables appear
+
+    def _table_pointers(self) -> _Tables:
+        counts = self.tables.output_counts
+        if self._pointers is None or self._pointers[0] is not counts:
+            self._pointers = counts, _Tables(*(_address(getattr(self.tables, name)) for name in _TABLES))
+        return self._pointers[1]
 
     def sample(self, logits: Float32, rows: SampleRows) -> Sampled:
         """One token a row. Rows of one slot draw successive random numbers, and see each other's counts."""
         count = len(rows.slots)
-        if count > 1 and len(np.unique(rows.slots)) < count:
+        if count > 1 and len(set(rows.slots.tolist())) < count:
             return _join([self._sample(logits[r : r + 1], _row(rows, r)) for r in range(count)])
         return self._sample(logits, rows)
 
@@ -66,7 +73,7 @@ class Sampler:
         )  # fmt: skip
         if count == 0:
             return result
-        tables = _Tables(*(_address(getattr(self.tables, name)) for name in _TABLES))
+        tables = self._table_pointers()
         job = _Job(
             logits.ctypes.data, logits.strides[0] // 4, count, self.vocab_size, rows.slots.ctypes.data,
             rows.bias_start.ctypes.data, rows.bias_token.ctypes.data, rows.bias_value.ctypes.data, top if top else -1,

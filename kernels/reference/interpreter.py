@@ -56,12 +56,12 @@ class Interpreter:
                 raise MissingParam(f"parameter {instance.name} : {instance.type} is not given")
             _check_param(instance.name, instance.type, params[instance.name])
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run ``main`` of a module without states. Raises ``UnboundDim`` where the inputs do not fit."""
         return self._function(self.module.main, inputs, "", "", {}, None)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run_step(
         self,
         step: StepInputs | Step,

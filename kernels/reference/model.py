@@ -32,6 +32,7 @@ class ReferenceModel:
         if not isinstance(width, int):
             raise ReferenceFailure(f"@main must give logits [R, V] with a fixed V, but V is {width}")
         self.vocab_size = width
+        self.leaves_host_free = False  # torch's operators take all cores
         self._interpreter = Interpreter(module, params, collective=collective)
         self._states: dict[str, State] | None = None
         self._tables: SamplingTables | None = None

@@ -153,6 +153,7 @@ class FakeModel:
         self.max_model_len = max_model_len
         self.buckets = buckets
         self.delay = delay
+        self.leaves_host_free = True
         self.steps: list[StepInputs] = []
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> SamplingTables:

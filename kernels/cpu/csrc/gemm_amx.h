@@ -77,7 +77,7 @@ CLLM_NOINLINE inline f32x16 dot_panel_bf16(const bf16* x, const uint8_t* panel, 
   for (int k = 0; k < Kp; k += 32, panel += 1024) {
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
-      __builtin_prefetch(panel + kPrefetchBytes + 64 * i);
+      prefetch_stream(panel + 64 * i);
       int pair;
       memcpy(&pair, x + k + 2 * i, 4);
       acc[i % 4] = _mm512_dpbf16_ps(acc[i % 4], (__m512bh)_mm512_loadu_si512(panel + 64 * i), (__m512bh)_mm512_set1_epi32(pair));
@@ -107,7 +107,7 @@ CLLM_NOINLINE f32x16 dot_panel_quantized(const bf16* x, const float* sums, const
   const __m512i high = code_table<Codes::high>();
   f32x16 total = zero16(), low = zero16();
   for (int kb = 0; kb < Kp / 32; kb++, panel += W::block_bytes) {
-    for (int i = 0; i < W::block_bytes; i += 64) __builtin_prefetch(panel + kPrefetchBytes + i);
+    for (int i = 0; i < W::block_bytes; i += 64) prefetch_stream(panel + i);
     __m512 acc[4] = {};
     const bf16* xb = x + kb * 32;
 #pragma GCC unroll 4
@@ -151,7 +151,7 @@ CLLM_NOINLINE void dequantize_panel(const uint8_t* panel, int Kp, uint8_t* to) {
   Decode<W> w;
   for (int kb = 0; kb < Kp; kb += 32, panel += W::block_bytes, to += 1024) {
     w.block(panel);
-    for (int i = 0; i < W::block_bytes; i += 64) __builtin_prefetch(panel + kPrefetchBytes + i);
+    for (int i = 0; i < W::block_bytes; i += 64) prefetch_stream(panel + i);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
       f32x16 even, odd;

@@ -5,6 +5,9 @@
 
 #include "attention.h"
 
+// A name that the launcher looks up; everything else stays inside the library.
+#define CLLM_EXPORT extern "C" __attribute__((visibility("default")))
+
 namespace cllm {
 
 // One step's metadata, as ir/step.py documents it; all arrays int32.

@@ -5,19 +5,17 @@
 
 using namespace cllm;
 
-extern "C" {
-
 // Changes whenever program.h or an exported signature does; the launcher refuses another.
-int cllm_abi() { return 1; }
+CLLM_EXPORT int cllm_abi() { return 1; }
 
-size_t cllm_packed_bytes(int layout, int64_t rows, int64_t columns) { return packed_bytes(layout, rows, columns); }
+CLLM_EXPORT size_t cllm_packed_bytes(int layout, int64_t rows, int64_t columns) { return packed_bytes(layout, rows, columns); }
 
-void cllm_pack_rows(int layout, int source, void* target, const void* from, int64_t rows, int64_t columns, int64_t target_row,
+CLLM_EXPORT void cllm_pack_rows(int layout, int source, void* target, const void* from, int64_t rows, int64_t columns, int64_t target_row,
                     int64_t panel_stride) {
   pack_rows(layout, source, target, from, rows, columns, target_row, panel_stride);
 }
 
-size_t cllm_kv_block_bytes(int is_bf16, int heads, int dim) {
+CLLM_EXPORT size_t cllm_kv_block_bytes(int is_bf16, int heads, int dim) {
   return is_bf16 ? kv_block_bytes<bf16>(heads, dim) : kv_block_bytes<float>(heads, dim);
 }
 
@@ -41,7 +39,7 @@ static void read_part(Team& team, void* arg) {
   }
   a.sums[team.rank] = reduce_add((s0 + s1) + (s2 + s3));
 }
-float cllm_read(int threads, const float* data, int64_t count) {
+CLLM_EXPORT float cllm_read(int threads, const float* data, int64_t count) {
   static ReadArgs args;
   args.data = data;
   args.count = count;
@@ -50,5 +48,3 @@ float cllm_read(int threads, const float* data, int64_t count) {
   for (int i = 0; i < threads; i++) sum += args.sums[i];
   return sum;
 }
-
-}  // extern "C"

@@ -2,11 +2,10 @@
 // and advances the tables, so the next step's inputs and random numbers are there without the host.
 #include <vector>
 
+#include "program.h"
 #include "sample.h"
 
 using namespace cllm;
-
-extern "C" {
 
 struct SampleTables {  // by slot; counts are [slots, V] or null
   const float *temperature, *top_p, *min_p, *repetition, *presence, *frequency;
@@ -62,7 +61,7 @@ static void widen_counts(const SampleJob& j, const SampleTables& t, std::vector<
   }
 }
 
-void cllm_sample(int threads, const SampleJob* job, const SampleTables* tables) {
+CLLM_EXPORT void cllm_sample(int threads, const SampleJob* job, const SampleTables* tables) {
   const SampleJob& j = *job;
   const SampleTables& t = *tables;
   std::vector<SampleRow> rows(j.rows);
@@ -115,5 +114,3 @@ void cllm_sample(int threads, const SampleJob* job, const SampleTables* tables) 
     }
   }
 }
-
-}  // extern "C"
