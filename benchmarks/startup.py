@@ -32,7 +32,9 @@ def free_port() -> int:
 
 def first_token(base: str) -> bool:
     """Ask for one streamed token; False while the server does not answer yet."""
-    body = json.dumps({"model": "m", "prompt": "The capital of France is", "max_tokens": 1, "stream": True}).encode()
+    body = json.dumps(
+        {"model": "m", "prompt": "The capital of France is", "max_tokens": 1, "stream": True}
+    ).encode()
     request = urllib.request.Request(f"{base}/v1/completions", body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=600) as answer:
@@ -48,14 +50,26 @@ def first_token(base: str) -> bool:
 def measure(model: str, cache: Path) -> float:
     """Seconds from before the process starts to its first token."""
     port = free_port()
-    command = [sys.executable, "-m", "compilerllm", "serve", model, "--port", str(port), "--served-model-name", "m"]
+    command = [
+        sys.executable,
+        "-m",
+        "compilerllm",
+        "serve",
+        model,
+        "--port",
+        str(port),
+        "--served-model-name",
+        "m",
+    ]
     environment = os.environ | {"COMPILERLLM_CACHE_DIR": str(cache)}
     start = time.perf_counter()
     server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while not first_token(f"http://127.0.0.1:{port}"):
             if server.poll() is not None:
-                raise SystemExit(f"the server ended with exit code {server.returncode}; run: {' '.join(command)}")
+                raise SystemExit(
+                    f"the server ended with exit code {server.returncode}; run: {' '.join(command)}"
+                )
             time.sleep(0.02)
         return time.perf_counter() - start
     finally:
@@ -64,7 +78,9 @@ def measure(model: str, cache: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", help="the demo model by default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
@@ -81,7 +97,9 @@ def main() -> None:
             taken["warm"].append(measure(model, Path(cache)))
     medians = {kind: statistics.median(values) for kind, values in taken.items()}
     for kind, value in medians.items():
-        print(f"{kind:5} start to first token: {value:6.2f} s  (rounds: {', '.join(f'{v:.2f}' for v in taken[kind])})")
+        print(
+            f"{kind:5} start to first token: {value:6.2f} s  (rounds: {', '.join(f'{v:.2f}' for v in taken[kind])})"
+        )
     result: dict[str, Any] = {
         "benchmark": "startup", "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine(),
         "model": Path(model).name, "medians": medians, "all": taken,

@@ -25,7 +25,14 @@ class Ours:
     def __init__(self, model: str, weights: str) -> None:
         from compilerllm import LLM
 
-        self.llm = LLM(model=model, dtype="bfloat16", weights=weights, max_model_len=2048, max_num_seqs=32, enable_prefix_caching=False)
+        self.llm = LLM(
+            model=model,
+            dtype="bfloat16",
+            weights=weights,
+            max_model_len=2048,
+            max_num_seqs=32,
+            enable_prefix_caching=False,
+        )
 
     def run(self, batch: list[list[int]], output: int) -> float:
         from compilerllm import SamplingParams

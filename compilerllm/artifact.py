@@ -41,9 +41,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ArtifactInvalid(f"{path} cannot be read ({error}). Delete {folder} to build it again.") from error
+        raise ArtifactInvalid(
+            f"{path} cannot be read ({error}). Delete {folder} to build it again."
+        ) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ArtifactInvalid(f"{path} has another format than this version's ({FORMAT}). Delete {folder} to build it again.")
+        raise ArtifactInvalid(
+            f"{path} has another format than this version's ({FORMAT}). Delete {folder} to build it again."
+        )
     return manifest
 
 
@@ -71,6 +75,8 @@ def building(key: str) -> Iterator[Path]:
             shutil.rmtree(target, ignore_errors=True)
             scratch.rename(target)
     except OSError as error:
-        raise CacheUnusable(f"cannot write the artifact in {target.parent}: {error.strerror or error}. Free space, or set COMPILERLLM_CACHE_DIR.") from error
+        raise CacheUnusable(
+            f"cannot write the artifact in {target.parent}: {error.strerror or error}. Free space, or set COMPILERLLM_CACHE_DIR."
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

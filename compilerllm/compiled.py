@@ -41,7 +41,9 @@ class CompiledModel:
         self.library = Library(folder / manifest["library"])
         self.program = CpuProgram(self.library, manifest["program"], threads)
         self.buckets = tuple(Bucket(**b) for b in manifest["buckets"])
-        self._order = sorted(range(len(self.buckets)), key=lambda i: (self.buckets[i].tokens, self.buckets[i].rows))
+        self._order = sorted(
+            range(len(self.buckets)), key=lambda i: (self.buckets[i].tokens, self.buckets[i].rows)
+        )
         self.groups = tuple(self._group(g) for g in manifest["groups"])
         self.weights: Region | None = None
         self._addresses: dict[str, int] = {}
@@ -52,7 +54,11 @@ class CompiledModel:
 
     @staticmethod
     def load(
-        folder: Path, source: WeightSource, *, threads: int | None = None, on_progress: Callable[[int, int], None] | None = None
+        folder: Path,
+        source: WeightSource,
+        *,
+        threads: int | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> "CompiledModel":
         """Open the artifact in ``folder`` and fill its parameters from ``source``.
 
@@ -61,9 +67,14 @@ class CompiledModel:
         """
         manifest = read_manifest(folder)
         if manifest is None:
-            raise ArtifactInvalid(f"{folder} holds no finished artifact. Build it with `compilerllm compile`.")
+            raise ArtifactInvalid(
+                f"{folder} holds no finished artifact. Build it with `compilerllm compile`."
+            )
         model = CompiledModel(folder, manifest, threads or num_threads())
-        specs = [ParameterSpec.parse(p["name"], p["dtype"], p["shape"], p["recipe"]) for p in manifest["parameters"]]
+        specs = [
+            ParameterSpec.parse(p["name"], p["dtype"], p["shape"], p["recipe"])
+            for p in manifest["parameters"]
+        ]
         model.weights, model._addresses = load_parameters(  # type: ignore[assignment]
             specs, lambda recipe: execute(recipe, source), model.library, on_progress
         )
@@ -71,7 +82,9 @@ class CompiledModel:
 
     def _group(self, entry: dict[str, Any]) -> StateGroup:
         if entry["addressing"] != "paged":
-            raise ArtifactError(f"state group {entry['name']} is addressed by {entry['addressing']}, which CPU programs do not run yet")
+            raise ArtifactError(
+                f"state group {entry['name']} is addressed by {entry['addressing']}, which CPU programs do not run yet"
+            )
         members = [s for s in self.manifest["states"] if s["group"] == entry["index"]]
         nbytes = sum(self.library.kv_block_bytes(s["dtype"], s["heads"], s["dim"]) for s in members)
         return StateGroup(entry["name"], "paged", BLOCK_SIZE, nbytes, entry["window"])

@@ -63,16 +63,21 @@ class ModelConfig:
     )
 
     weights: Literal["auto", "packed", "dense"] = _option(
-        "auto", "Block-quantised weights of a GGUF file: packed keeps them so, dense converts them to --dtype; auto packs."
+        "auto",
+        "Block-quantised weights of a GGUF file: packed keeps them so, dense converts them to --dtype; auto packs.",
     )
     load_format: Literal["auto", "dummy"] = _option(
-        "auto", "auto reads the checkpoint; dummy makes weights up (for benchmarks: only the configuration is read)."
+        "auto",
+        "auto reads the checkpoint; dummy makes weights up (for benchmarks: only the configuration is read).",
     )
 
     def __post_init__(self) -> None:
         _require(self.weights in WEIGHTS, "weights", self.weights, "one of " + ", ".join(WEIGHTS))
         _require(
-            self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS)
+            self.load_format in LOAD_FORMATS,
+            "load_format",
+            self.load_format,
+            "one of " + ", ".join(LOAD_FORMATS),
         )
         _require(
             isinstance(self.model, str) and self.model != "",

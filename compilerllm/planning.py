@@ -26,7 +26,11 @@ def alias_table(module: Module) -> dict[Value, Value]:
 
 
 def plan_program(
-    module: Module, program: Program, bucket: Bucket, aliases: dict[Value, Value], exact: Mapping[str, int] | None = None
+    module: Module,
+    program: Program,
+    bucket: Bucket,
+    aliases: dict[Value, Value],
+    exact: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The manifest's plan of one bucket: arena bytes, an offset for each of the program's slots, its scratch after them.
 

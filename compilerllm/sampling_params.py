@@ -68,7 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
                 raise InvalidParameter(
-                    f"logit_bias maps token ids to numbers from -100 to 100, but has {token!r}: {bias!r}", "logit_bias"
+                    f"logit_bias maps token ids to numbers from -100 to 100, but has {token!r}: {bias!r}",
+                    "logit_bias",
                 )
 
     def _check_range(self, name: str, low: float, high: float | None, *, open_low: bool = False) -> None:
@@ -79,10 +80,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidParameter(f"{name} must be a number, but is null", name)
         whole = name in _WHOLE
         kind = int if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kind) or (isinstance(value, float) and math.isnan(value)):
-            raise InvalidParameter(f"{name} must be a {'whole ' if whole else ''}number, but is {value!r}", name)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, kind)
+            or (isinstance(value, float) and math.isnan(value))
+        ):
+            raise InvalidParameter(
+                f"{name} must be a {'whole ' if whole else ''}number, but is {value!r}", name
+            )
         if value < low or (open_low and value == low) or (high is not None and value > high):
-            bound = f"{'above' if open_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high is not None else "")
+            bound = f"{'above' if open_low else 'at least'} {low:g}" + (
+                f" and at most {high:g}" if high is not None else ""
+            )
             raise InvalidParameter(f"{name} must be {bound}, but is {value}", name)
 
     @property

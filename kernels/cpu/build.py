@@ -24,7 +24,9 @@ def compiler() -> tuple[str, str]:
     wanted = os.environ.get("CXX") or "g++"
     path = shutil.which(wanted) or shutil.which("c++") or shutil.which("clang++")
     if path is None:
-        raise BuildFailed(f"no C++ compiler: {wanted!r} is not on the PATH. Install g++ 11 or newer, or set CXX")
+        raise BuildFailed(
+            f"no C++ compiler: {wanted!r} is not on the PATH. Install g++ 11 or newer, or set CXX"
+        )
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
     return path, version.stdout.splitlines()[0] if version.stdout else path
 
@@ -61,7 +63,9 @@ def build_library(source: str, target: CpuTarget, cache_dir: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".build-") as scratch:
         folder = Path(scratch)
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            objects = list(pool.map(lambda item: _compile(item[0], item[1], target, folder, cache_dir), sources.items()))
+            objects = list(
+                pool.map(lambda item: _compile(item[0], item[1], target, folder, cache_dir), sources.items())
+            )
         linked = folder / "linked.so"
         _run([compiler()[0], "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
         linked.replace(library)  # atomic: a reader sees a whole library or none
@@ -75,7 +79,18 @@ def _compile(name: str, source: str, target: CpuTarget, folder: Path, cache_dir:
         return shared
     text, made = folder / f"{name}.cpp", folder / f"{name}.o"
     text.write_text(source)
-    _run([compiler()[0], *target.compile_flags, f"-ffile-prefix-map={folder}=.", f"-I{SOURCE_DIR}", "-c", str(text), "-o", str(made)])
+    _run(
+        [
+            compiler()[0],
+            *target.compile_flags,
+            f"-ffile-prefix-map={folder}=.",
+            f"-I{SOURCE_DIR}",
+            "-c",
+            str(text),
+            "-o",
+            str(made),
+        ]
+    )
     if made != shared:
         made.replace(shared)
     return shared
@@ -84,5 +99,10 @@ def _compile(name: str, source: str, target: CpuTarget, folder: Path, cache_dir:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        errors = [line for line in done.stderr.splitlines() if "error" in line][:8] or done.stderr.splitlines()[:8]
-        raise BuildFailed(f"{Path(command[0]).name} refused generated code (exit {done.returncode}):\n  " + "\n  ".join(errors))
+        errors = [line for line in done.stderr.splitlines() if "error" in line][
+            :8
+        ] or done.stderr.splitlines()[:8]
+        raise BuildFailed(
+            f"{Path(command[0]).name} refused generated code (exit {done.returncode}):\n  "
+            + "\n  ".join(errors)
+        )

@@ -55,7 +55,10 @@ class Ref:
 
     @property
     def contiguous(self) -> bool:
-        return all(e == 1 or s == w for e, s, w in zip(self.shape, self.strides, dense_strides(self.shape), strict=True))
+        return all(
+            e == 1 or s == w
+            for e, s, w in zip(self.shape, self.strides, dense_strides(self.shape), strict=True)
+        )
 
     def rows(self, lead: int) -> "tuple[str, int, str] | None":
         """As [rows, columns]: the first ``lead`` axes are rows, the rest columns without gaps.
@@ -113,11 +116,17 @@ def view(node: Node, source: Ref) -> Ref | None:
             axis = node.integer("axis") % len(source.shape)
             start, step = node.attrs["start"], node.integer("step", 1)
             strides = tuple(dim(s * step) if i == axis else s for i, s in enumerate(source.strides))
-            return replace(source, shape=out.shape, strides=strides, offset=dim(source.offset + start * source.strides[axis]))  # type: ignore[operator]
+            return replace(
+                source,
+                shape=out.shape,
+                strides=strides,
+                offset=dim(source.offset + start * source.strides[axis]),
+            )  # type: ignore[operator]
         case "expand":
             lead = len(out.shape) - len(source.shape)
             own: tuple[Dim, ...] = tuple(
-                s if e == t else 0 for s, e, t in zip(source.strides, source.shape, out.shape[lead:], strict=True)
+                s if e == t else 0
+                for s, e, t in zip(source.strides, source.shape, out.shape[lead:], strict=True)
             )
             return replace(source, shape=out.shape, strides=(0,) * lead + own)
     return None
@@ -157,7 +166,11 @@ def _divides(part: Dim, total: Dim) -> bool:
     if isinstance(part, int) and isinstance(total, int):
         return part < total and total % part == 0
     quotient = sympy.sympify(total) / part
-    return part != total and bool(quotient.is_polynomial()) and not bool(sympy.denom(sympy.together(quotient)).free_symbols)
+    return (
+        part != total
+        and bool(quotient.is_polynomial())
+        and not bool(sympy.denom(sympy.together(quotient)).free_symbols)
+    )
 
 
 VIEW_OPS = frozenset({"reshape", "permute", "slice", "expand"})

@@ -25,7 +25,9 @@ def base_layout(type: TensorType, target: CpuTarget) -> str:
             return target.bf16_weights
         case "f32":
             return target.f32_weights
-    raise UnsupportedByTarget(f"{target.name} has no linear for {type.dtype} weights; use --dtype bfloat16 or float32")
+    raise UnsupportedByTarget(
+        f"{target.name} has no linear for {type.dtype} weights; use --dtype bfloat16 or float32"
+    )
 
 
 def weight_tag(recipe: Recipe, default: str | None = None) -> str:
@@ -61,7 +63,9 @@ def _select(graph: Graph, target: CpuTarget, packed: dict[Recipe, Recipe]) -> Gr
             if suffix and bias is not None:
                 layouts[bias.name] = suffix.removeprefix("_")
             if layouts.setdefault(weight.name, layout) != layout:
-                raise UnsupportedByTarget(f"@{graph.name}: %{weight.name} is read in two layouts, {layouts[weight.name]} and {layout}")
+                raise UnsupportedByTarget(
+                    f"@{graph.name}: %{weight.name} is read in two layouts, {layouts[weight.name]} and {layout}"
+                )
         elif node.op == "experts":
             gate_up, down = node.inputs[3], node.inputs[4]
             assert gate_up is not None and down is not None
@@ -79,7 +83,9 @@ def _select(graph: Graph, target: CpuTarget, packed: dict[Recipe, Recipe]) -> Gr
     # Tied embeddings: the same bytes, already packed for the head.
     tables = {n.inputs[1].name for n in graph.nodes if n.op == "embedding" and n.inputs[1] is not None}
     params = [
-        replace(p, recipe=packed[p.recipe]) if p.name in tables and p.recipe in packed and p.name not in layouts else p
+        replace(p, recipe=packed[p.recipe])
+        if p.name in tables and p.recipe in packed and p.name not in layouts
+        else p
         for p in params
     ]
     return replace(graph, params=tuple(params))

@@ -26,14 +26,35 @@ class CpuTarget:
         return (*_COMMON, *self.flags)
 
 
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512")
+_AVX512 = (
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mfma",
+    "-mf16c",
+    "-mprefer-vector-width=512",
+)
 TARGETS: tuple[CpuTarget, ...] = (
     CpuTarget(
         "cpu-avx512bf16-amx",
         (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"}),
+        frozenset(
+            {
+                "avx512f",
+                "avx512bw",
+                "avx512vl",
+                "avx512dq",
+                "avx512_bf16",
+                "avx512_vnni",
+                "amx_tile",
+                "amx_bf16",
+            }
+        ),
     ),
-    CpuTarget("cpu-avx512", _AVX512, frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"})),
+    CpuTarget(
+        "cpu-avx512", _AVX512, frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"})
+    ),
     CpuTarget("cpu-avx2", ("-mavx2", "-mfma", "-mf16c"), frozenset({"avx2", "fma", "f16c"})),
     CpuTarget("cpu-generic", (), frozenset()),
 )
@@ -50,7 +71,9 @@ def find_target(name: str) -> CpuTarget:
     for target in TARGETS:
         if target.name == name:
             return target
-    raise UnknownTarget(f"unknown target {name!r}; this version builds for {', '.join(t.name for t in TARGETS)}, or 'cpu' for this machine")
+    raise UnknownTarget(
+        f"unknown target {name!r}; this version builds for {', '.join(t.name for t in TARGETS)}, or 'cpu' for this machine"
+    )
 
 
 def host_target() -> CpuTarget:

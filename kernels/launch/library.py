@@ -50,13 +50,17 @@ class Library:
         try:
             self.dll = C.CDLL(str(path))
         except OSError as error:
-            raise ArtifactError(f"cannot load {path}: {error}. Rebuild the artifact for this machine") from error
+            raise ArtifactError(
+                f"cannot load {path}: {error}. Rebuild the artifact for this machine"
+            ) from error
         try:
             found = self.dll.cllm_abi()
         except AttributeError as error:
             raise ArtifactError(f"{path} is no program library; rebuild the artifact") from error
         if found != ABI:
-            raise ArtifactError(f"{path} has launch interface {found}, this version needs {ABI}; rebuild the artifact")
+            raise ArtifactError(
+                f"{path} has launch interface {found}, this version needs {ABI}; rebuild the artifact"
+            )
         self.run = self.dll.cllm_run
         self.run.argtypes, self.run.restype = [C.c_int, C.POINTER(Ctx)], None
         self.dll.cllm_packed_bytes.argtypes = [C.c_int, C.c_int64, C.c_int64]
@@ -78,7 +82,17 @@ class Library:
         return int(self.dll.cllm_kv_block_bytes(int(dtype == "bf16"), heads, dim))
 
     def pack(
-        self, layout: str, dtype: str, target: int, source: int, rows: int, columns: int, row: int = 0, panel_stride: int = 1
+        self,
+        layout: str,
+        dtype: str,
+        target: int,
+        source: int,
+        rows: int,
+        columns: int,
+        row: int = 0,
+        panel_stride: int = 1,
     ) -> None:
         """Pack ``rows`` rows at address ``source`` into the matrix at ``target``, from its row ``row`` on."""
-        self.dll.cllm_pack_rows(LAYOUTS[layout], SOURCES[dtype], target, source, rows, columns, row, panel_stride)
+        self.dll.cllm_pack_rows(
+            LAYOUTS[layout], SOURCES[dtype], target, source, rows, columns, row, panel_stride
+        )

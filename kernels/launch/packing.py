@@ -98,7 +98,9 @@ def load_parameters(
     return region, addresses
 
 
-def store(spec: ParameterSpec, read: Callable[[Recipe], torch.Tensor], library: Library, address: int) -> None:
+def store(
+    spec: ParameterSpec, read: Callable[[Recipe], torch.Tensor], library: Library, address: int
+) -> None:
     """Write one parameter at ``address``. Raises ``ArtifactError`` where the weights do not fit the graph."""
     recipe = spec.recipe.source if isinstance(spec.recipe, Relayout) else spec.recipe
     tensor = read(recipe).contiguous()
@@ -117,7 +119,9 @@ def store(spec: ParameterSpec, read: Callable[[Recipe], torch.Tensor], library: 
         torch_copy(tensor, address)
         return
     rows, columns = spec.shape[-2], spec.shape[-1]
-    row_bytes = columns // 32 * QUANTIZED_ROW_BYTES[spec.dtype] if quantized else columns * tensor.element_size()
+    row_bytes = (
+        columns // 32 * QUANTIZED_ROW_BYTES[spec.dtype] if quantized else columns * tensor.element_size()
+    )
     matrix_bytes = library.packed_bytes(base, rows, columns)
     for expert in range(spec.shape[0] if experts else 1):
         source = tensor.data_ptr() + expert * rows * row_bytes

@@ -27,7 +27,8 @@ class CpuProgram:
         self.state_names: list[str] = spec["states"]
         self._operators = [HostOperator(s) for s in spec["host_calls"]]
         self._plans = [
-            (int(p["arena_bytes"]), _int64_array(p["offsets"]), _int64_array(p["scratch"])) for p in spec["plans"]
+            (int(p["arena_bytes"]), _int64_array(p["offsets"]), _int64_array(p["scratch"]))
+            for p in spec["plans"]
         ]
         self._arena = Region(max((p[0] for p in self._plans), default=0) + 64, "intermediate values")
         self._failure: BaseException | None = None
@@ -52,7 +53,12 @@ class CpuProgram:
         self._ctx.params, self._ctx.states = self._params, self._states
 
     def run(
-        self, plan: int, dims: Mapping[str, int], inputs: Sequence[int], outputs: Sequence[int], step: StepInputs | None = None
+        self,
+        plan: int,
+        dims: Mapping[str, int],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        step: StepInputs | None = None,
     ) -> None:
         """Run once with bucket ``plan``. ``inputs`` and ``outputs`` are addresses. Raises what a host operator raised."""
         for index, name in enumerate(self.dim_names):
@@ -72,7 +78,16 @@ class CpuProgram:
 
     def _bind_step(self, step: StepInputs) -> None:
         args = self._step
-        for name in ("token_ids", "positions", "query_start", "seq_lens", "slots", "sample_rows", "adapter_id", "block_tables"):
+        for name in (
+            "token_ids",
+            "positions",
+            "query_start",
+            "seq_lens",
+            "slots",
+            "sample_rows",
+            "adapter_id",
+            "block_tables",
+        ):
             array = getattr(step, name)
             if array.dtype != np.int32 or not array.flags.c_contiguous:
                 raise ArtifactError(f"step input {name} must be contiguous int32, but is {array.dtype}")

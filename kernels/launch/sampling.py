@@ -97,4 +97,6 @@ def _row(rows: SampleRows, r: int) -> SampleRows:
 
 
 def _join(parts: list[Sampled]) -> Sampled:
-    return Sampled(*(np.concatenate([getattr(p, name) for p in parts]) for name in Sampled.__dataclass_fields__))
+    return Sampled(
+        *(np.concatenate([getattr(p, name) for p in parts]) for name in Sampled.__dataclass_fields__)
+    )

@@ -41,7 +41,10 @@ def generate(place: Path, count: int = len(PROMPTS)) -> list[dict[str, Any]]:
 
     tokenizer = AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name)
     model = AutoModelForCausalLM.from_pretrained(
-        place.parent, gguf_file=place.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        place.parent,
+        gguf_file=place.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
     ).eval()
     model.generation_config.eos_token_id = None  # an end-of-text token is a token like any other here
     results = []
@@ -57,4 +60,7 @@ def generate(place: Path, count: int = len(PROMPTS)) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     target = Path(__file__).parent / "goldens" / f"{sys.argv[1]}.json"
-    target.write_text(json.dumps(generate(Path(sys.argv[2])), indent=None, separators=(",", ":")).replace("},", "},\n") + "\n")
+    target.write_text(
+        json.dumps(generate(Path(sys.argv[2])), indent=None, separators=(",", ":")).replace("},", "},\n")
+        + "\n"
+    )

@@ -53,7 +53,9 @@ def make_step(parts: Sequence[Part], groups: int) -> StepInputs:
     )
 
 
-def teacher_forced(model: Any, sequences: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]]) -> list[Any]:
+def teacher_forced(
+    model: Any, sequences: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]]
+) -> list[Any]:
     """Logits of every position of every sequence, fed in ``chunks`` (token counts per step and sequence; 0 = sits out)."""
     tables: list[list[int]] = []
     free = iter([7, 3, 1, 9, 20, 21, 5, 11, 2, 30, 31, 14])  # scattered on purpose

@@ -28,7 +28,9 @@ def compare(llm: LLM, cases: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_gguf: Path) -> Iterator[LLM]:
-    with LLM(model=str(smollm2_gguf), dtype="float32", weights="dense", max_model_len=256, max_num_seqs=8) as llm:
+    with LLM(
+        model=str(smollm2_gguf), dtype="float32", weights="dense", max_model_len=256, max_num_seqs=8
+    ) as llm:
         yield llm
 
 
@@ -73,7 +75,9 @@ def test_reference_level(name: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_gemma3(gemma3_gguf: Path) -> None:
-    with LLM(model=str(gemma3_gguf), dtype="float32", weights="dense", max_model_len=256, max_num_seqs=8) as llm:
+    with LLM(
+        model=str(gemma3_gguf), dtype="float32", weights="dense", max_model_len=256, max_num_seqs=8
+    ) as llm:
         compare(llm, golden("gemma3"))
         compare(llm, golden("gemma3")[:2])
 

@@ -45,7 +45,9 @@ def test_chat_streams_what_it_gives_whole(live: Live, tokenizer: Tokenizer) -> N
 
 def test_nothing_is_sent_while_a_character_is_not_whole(live: Live, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a🙃b🙃")
-    chunks = list(live.client.completions.create(model="fake", prompt=ids, max_tokens=len(ids) + 1, stream=True))
+    chunks = list(
+        live.client.completions.create(model="fake", prompt=ids, max_tokens=len(ids) + 1, stream=True)
+    )
     assert [c.choices[0].text for c in chunks] == ["a", "🙃", "b", "🙃", "a"]
 
 
