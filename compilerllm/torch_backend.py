@@ -98,6 +98,7 @@ def compilerllm(
     torch wraps them into its ``BackendCompilerFailed``, their message inside.
     """
     from torch._dynamo.backends.common import aot_autograd
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     settings = BackendOptions.parse(options or {})
     if mode not in (None, "default"):
@@ -106,7 +107,8 @@ def compilerllm(
         )
 
     def inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _boxed(compile_graph(graph, settings, static_inputs()))
+        with unset_fake_temporarily():  # constants of the graph are real tensors, and are read
+            return _boxed(compile_graph(graph, settings, static_inputs()))
 
     wrapped = aot_autograd(
         fw_compiler=_refuse_training,
@@ -126,7 +128,7 @@ def _refuse_training(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[.
 
 
 def _boxed(run: Callable[[Sequence[Any]], list[Any]]) -> Callable[..., Any]:
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
 
     boxed: Callable[..., Any] = make_boxed_func(lambda *args: run(args))
     return boxed

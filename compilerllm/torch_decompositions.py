@@ -209,6 +209,14 @@ def _trunc(x: Tensor) -> Tensor:
     return torch.where(x < 0, -torch.floor(-x), torch.floor(x))
 
 
+@_for(aten.round.default)
+def _round(x: Tensor) -> Tensor:
+    below = torch.floor(x)
+    rest = x - below
+    odd = torch.remainder(below, 2) == 1
+    return torch.where((rest > 0.5) | ((rest == 0.5) & odd), below + 1, below)
+
+
 @_for(aten.tan.default)
 def _tan(x: Tensor) -> Tensor:
     return torch.sin(x) / torch.cos(x)

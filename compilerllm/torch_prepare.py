@@ -100,9 +100,10 @@ def fold_bias(graph: Graph) -> Graph:
             return None
         for product, bias in (node.operands, node.operands[::-1]):
             maker = producers.get(product)
+            if maker is None or maker.op != "linear" or maker.input(2) is not None:
+                continue
             once = len(uses[product]) == 1 and product not in graph.outputs
-            fits = bias.tensor == product.tensor.with_shape(product.shape[-1]) and bias not in producers
-            if maker is not None and maker.op == "linear" and maker.input(2) is None and once and fits:
+            if once and bias not in producers and bias.tensor == product.tensor.with_shape(product.shape[-1]):
                 operands = [r.get(v) for v in (*maker.operands, bias)]
                 return r.emit_node("linear", operands, maker.attrs, origin=maker.origin)
         return None

@@ -77,7 +77,7 @@ def bounds(env: Any, torch_name: str) -> tuple[int, int]:
         return 0, limit
     for key, known in env.var_to_range.items():
         if key.name == torch_name:
-            low = max(0, int(known.lower)) if known.lower.is_finite else 0
-            high = min(limit, int(known.upper)) if getattr(known.upper, "is_finite", False) else limit
+            # Compared before they become numbers: torch's infinity calls itself finite.
+            low, high = (int(min(limit, max(0, end))) for end in (known.lower, known.upper))
             return low, high
     return 0, limit

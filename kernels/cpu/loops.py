@@ -344,6 +344,17 @@ class LoopNest:
     def _constant(self, value: float) -> str:
         return f"set1(float({c_number(value)}))" if self.lanes else c_number(value)
 
+    def _activation(self, name: str, x: str, dtype: str) -> str:
+        """``name`` of ``x``, rounded; an activation is a pointwise op of that name, or made of some."""
+        unary = _UNARY_LANES if self.lanes else _UNARY_SCALAR
+        if name == "identity":
+            return x
+        if name == "relu2":
+            return self._round(unary["square"].format(f"({self._round(unary['relu'].format(x), dtype)})"), dtype)
+        if name not in unary:
+            raise UnsupportedByTarget(f"@{self.e.graph.name}: activation {name!r} has no generated loop")
+        return self._round(unary[name].format(x), dtype)
+
     def _expression(self, node: Node, memo: dict[Value, str], index: str, lanes: str) -> str:
         value = node.outputs[0]
         args = [self._value(v, memo, index, lanes) for v in node.operands]
@@ -357,6 +368,9 @@ class LoopNest:
             inner = self._round(f"{args[0]} / {self._constant(cap)}", value.dtype)
             tanh = self._round(f"{'vtanh' if self.lanes else 'tanh'}({inner})", value.dtype)
             return self._round(f"{tanh} * {self._constant(cap)}", value.dtype)
+        if node.op == "gated_act":
+            gate = self._activation(node.text("act"), args[0], value.dtype)
+            return self._round(f"{gate} * {args[1]}", value.dtype)
         if node.op == "where":
             pick = "select(holds({0}), {1}, {2})" if self.lanes else "({0} ? {1} : {2})"
             return self._round(pick.format(*args), value.dtype)

@@ -16,7 +16,7 @@ BLOCK_SIZE = 32  # tokens a block, as in the compiled kernels
 
 
 def state_groups(module: Module, block_size: int = BLOCK_SIZE) -> tuple[StateGroup, ...]:
-    """The groups whose block tables a step carries, in the order of their first state.
+    """The groups whose block tables a step carries: the windowless one first, then by window, as compiled programs do.
 
     Paged states with the same window share one table; slot states are one group, after the paged ones. The numbers of
     paged groups are the first index of ``StepInputs.block_tables``.
@@ -30,7 +30,8 @@ def state_groups(module: Module, block_size: int = BLOCK_SIZE) -> tuple[StateGro
         else:
             slots += state.bytes_per_unit
     groups = [
-        StateGroup(f"window{w}" if w else "full", "paged", block_size, size, w) for w, size in paged.items()
+        StateGroup(f"kv_window_{w}" if w else "kv", "paged", block_size, paged[w], w)
+        for w in sorted(paged, key=lambda w: (w is not None, w or 0))
     ]
     if slots:
         groups.append(StateGroup("slots", "slot", 0, slots, rollback="none"))

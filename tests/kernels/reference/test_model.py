@@ -66,7 +66,7 @@ def test_it_is_an_executable() -> None:
     executable: Executable = model
     assert (executable.vocab_size, executable.max_model_len) == (VOCAB, 32)
     assert [(g.name, g.block_size, g.bytes_per_block, g.window) for g in executable.groups] == [
-        ("full", 4, 2 * 2 * 4 * 4 * 4, None), ("window6", 4, 2 * 2 * 4 * 4 * 4, 6),
+        ("kv", 4, 2 * 2 * 4 * 4 * 4, None), ("kv_window_6", 4, 2 * 2 * 4 * 4 * 4, 6),
     ]  # fmt: skip
     with pytest.raises(ReferenceFailure, match="call allocate first"):
         model.forward(make_step([(0, 1)]))
