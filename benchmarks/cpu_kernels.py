@@ -9,8 +9,6 @@ read of the same bytes by the same threads, and torch's bf16 matmul of 2048 cube
 Prints a table, then one line of JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json
@@ -22,11 +20,11 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "kernels" / "cpu"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the calls are the tests' own
 
-import attention as attn
-import linear as lib
-from library import TARGETS, address, build
+from tests.kernels.cpu import attention as attn
+from tests.kernels.cpu import linear as lib
+from tests.kernels.cpu.library import TARGETS, address, build
 
 LAYERS = 30
 # name, N (packed rows), K, epilogue

@@ -123,7 +123,7 @@ def report(medians: dict[str, dict[str, float]], read: float, systems: list[str]
     print(f"{'':18}" + "".join(f"{s:>20}" for s in systems))
     for workload, values in medians.items():
         prefill = workload.startswith("prefill")
-        cells = [f"{values[s] * (1 if prefill else 1):>17.2f} {'s' if prefill else 'ms'}" for s in systems]
+        cells = [f"{values[s]:>17.2f} {'s' if prefill else 'ms'}" for s in systems]
         print(f"{workload:18}" + "".join(f"{c:>20}" for c in cells))
         if not prefill:
             batch = int(workload.split()[-1])
@@ -141,14 +141,8 @@ def machine() -> str:
     model = "unknown processor"
     info = Path("/proc/cpuinfo")
     if info.exists():
-        model = next(
-            (
-                line.partition(":")[2].strip()
-                for line in info.read_text().splitlines()
-                if line.startswith("model name")
-            ),
-            model,
-        )
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
     return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
 
 

@@ -50,17 +50,8 @@ def first_token(base: str) -> bool:
 def measure(model: str, cache: Path) -> float:
     """Seconds from before the process starts to its first token."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "compilerllm",
-        "serve",
-        model,
-        "--port",
-        str(port),
-        "--served-model-name",
-        "m",
-    ]
+    serve = ["serve", model, "--port", str(port), "--served-model-name", "m"]
+    command = [sys.executable, "-m", "compilerllm", *serve]
     environment = os.environ | {"COMPILERLLM_CACHE_DIR": str(cache)}
     start = time.perf_counter()
     server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,13 +1,12 @@
 """Calls of the attention test library, and the reference in float64."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 
 import torch
-from library import address, build
-from linear import aligned
+
+from .library import address, build
+from .linear import aligned
 
 BLOCK = 32
 

@@ -1,6 +1,4 @@
-"""Builds the small C++ test libraries and describes what this machine can run."""
-
-from __future__ import annotations
+"""Builds the small C++ test libraries for every target this machine can run."""
 
 import ctypes
 import functools
@@ -11,47 +9,23 @@ from pathlib import Path
 
 import torch
 
+from compilerllm.kernels.cpu import target as targets
+
 HERE = Path(__file__).resolve().parent
 HEADERS = HERE.parents[2] / "kernels" / "cpu" / "csrc"
-_AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512"
-FLAGS = {
-    "amx": _AVX512 + " -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8",
-    "avx512": _AVX512,
-    "avx2": "-mavx2 -mfma -mf16c",
-    "generic": "",
-}
-_NEEDS = {
-    "amx": {"amx_bf16", "avx512_bf16", "avx512bw", "avx512vl", "avx512dq"},
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    "avx2": {"avx2", "fma", "f16c"},
-    "generic": set(),
-}
-COMMON = (
-    "-O2 -std=c++17 -fno-math-errno -fno-trapping-math -shared -fPIC -pthread -fvisibility=hidden -fno-gnu-unique"
-    " -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized -Wno-psabi -Wno-ignored-attributes"
-)
-
-
-@functools.cache
-def machine_flags() -> frozenset[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
-
-
-def runnable(target: str) -> bool:
-    return machine_flags() >= _NEEDS[target]
-
-
-TARGETS = [target for target in FLAGS if runnable(target)]
+# Names as in the artifact's target, without "cpu-"; the best of this machine first.
+BY_NAME = {t.name.removeprefix("cpu-"): t for t in targets.TARGETS if t.features <= targets.host_features()}
+TARGETS = list(BY_NAME)
+_WARNINGS = "-shared -Wall -Wextra -Werror -Wno-psabi -Wno-ignored-attributes"
 
 
 @functools.cache
 def build(source: str, target: str) -> ctypes.CDLL:
     """The library of `source` for `target`, from a cache keyed by every byte that goes in."""
-    flags = f"{COMMON} {FLAGS[target]}" + (" -DALL_EPILOGUES" if target == TARGETS[0] else "")
-    digest = hashlib.sha256(flags.encode())
+    flags = [*BY_NAME[target].compile_flags, *_WARNINGS.split()]
+    if target == TARGETS[0]:
+        flags.append("-DALL_EPILOGUES")
+    digest = hashlib.sha256(" ".join(flags).encode())
     for path in [HERE / source, *sorted(HEADERS.glob("*.h"))]:
         digest.update(path.read_bytes())
     cache = Path(tempfile.gettempdir()) / "compilerllm-kernel-tests"
@@ -59,7 +33,7 @@ def build(source: str, target: str) -> ctypes.CDLL:
     out = cache / f"{source}-{target}-{digest.hexdigest()[:16]}.so"
     if not out.exists():
         partial = out.with_suffix(f".{id(out)}.tmp")
-        command = ["g++", *flags.split(), f"-I{HEADERS}", str(HERE / source), "-o", str(partial)]
+        command = ["g++", *flags, f"-I{HEADERS}", str(HERE / source), "-o", str(partial)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr[:4000]
         partial.replace(out)

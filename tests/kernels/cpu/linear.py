@@ -1,12 +1,11 @@
 """Calls of the linear test library: packing, GGUF blocks and their float values."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 
 import torch
-from library import address, build
+
+from .library import address, build
 
 N16K2, N16, Q4_1, Q4_0, Q8_0 = range(5)
 STORE, RESIDUAL, GATED, GELU, LOGITS, FLOAT = range(6)

@@ -1,17 +1,10 @@
 """Paged and dense attention on poisoned caches against softmax in float64."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from attention import Machine, Sequences, Shape, reference
-from library import TARGETS, assert_close
+from .attention import Machine, Sequences, Shape, reference
+from .library import TARGETS, assert_close
 
 SHAPES = {
     "gqa": Shape(6, 2, 64),

@@ -1,21 +1,16 @@
 """Norms, rotary, embedding, activations, vector math and the team, each against torch."""
 
-from __future__ import annotations
-
 import ctypes
 import os
-import sys
 import threading
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import linear as lib
-from attention import Machine, Shape
-from library import TARGETS, address, assert_close, build
+from . import linear as lib
+from .attention import Machine, Shape
+from .library import TARGETS, address, assert_close, build
 
 BOTH = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 EVERY_TARGET = pytest.mark.parametrize("target", TARGETS)
@@ -128,7 +123,7 @@ def test_qkv_rope_write(norm: str, style: int, rot_dim: int, dtype: torch.dtype)
         joined = torch.stack([first, second], -1).flatten(-2) if style else torch.cat([first, second], -1)
         return torch.cat([joined, x[..., rot_dim:]], -1)
 
-    q, k, v = qkv.split([H * D, Hk * D, Hk * D], -1)
+    q, k, v = torch.split(qkv, [H * D, Hk * D, Hk * D], -1)
     q, k = rotate(normal(q, q_norm, H), H), rotate(normal(k, k_norm, Hk), Hk)
     assert_close(q_out.reshape(T, H, D), q.double(), dtype)
     other = Machine(TARGETS[0], shape, dtype, 3)
@@ -187,7 +182,7 @@ def test_gated_activations(target: str, dtype: torch.dtype) -> None:
     assert_close(y, ((mid + 1) * (low * torch.sigmoid(low * 1.702))).double(), dtype)
 
 
-FUNCTIONS = [
+FUNCTIONS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], float, float]] = [
     ("exp", torch.exp, -100, 88), ("log", torch.log, 1e-38, 1e38), ("tanh", torch.tanh, -12, 12),
     ("sigmoid", torch.sigmoid, -80, 80), ("erf", torch.erf, -5, 5), ("gelu", torch.nn.functional.gelu, -4, 8),
     ("gelu_tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh"), -4, 8), ("sin", torch.sin, -9e4, 9e4),

@@ -1,19 +1,13 @@
 """Sampling against an oracle that follows the documented scheme in float64."""
 
-from __future__ import annotations
-
 import ctypes
 import math
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from library import TARGETS, address, build
+from .library import TARGETS, address, build
 
 
 class Row(ctypes.Structure):
