@@ -22,4 +22,4 @@ def philox4x32(key: int, counter: int) -> tuple[int, int, int, int]:
 def uniform(seed: int, draw: int) -> float:
     """A number in [0, 1) with 53 random bits: draw number ``draw`` of ``seed``."""
     x0, x1, _, _ = philox4x32(seed, draw)
-    return float(((x0 >> 5) << 26) + (x1 >> 6)) * 2.0**-53
+    return float((x1 << 32 | x0) >> 11) * 2.0**-53

@@ -3,12 +3,13 @@
 Logits are f32, steps 1 to 3 too; sums are f64. A row goes through, in this order:
 
 1. penalties: where a token was seen in prompt or output, positive logits are divided by ``repetition_penalty`` and
-   negative ones multiplied; then ``frequency_penalty`` times its count in the output is taken off, then
+   negative ones multiplied; then ``frequency_penalty`` times its count in the output is taken off, and
    ``presence_penalty`` if the output has it;
 2. bias is added;
-3. temperature up to 1e-5: the first largest logit is chosen. Otherwise logits are divided by it;
-4. in the order (logit descending, id ascending) the first ``top_k`` stay; of these, while the probability mass before
-   a token is below ``top_p``, it stays; of these, those at least ``min_p`` as probable as the most probable one;
+3. temperature 0: the first largest logit is chosen. Otherwise logits are divided by it;
+4. those stay that are at least ``min_p`` as probable as the most probable one; of these, those not below the
+   ``top_k``-th largest; of these, those not below the one at which the probability mass of what stayed, from the most
+   probable down, reaches ``top_p``. Ties stay together;
 5. one uniform number of Philox(seed, draws), times the mass that stayed, is looked up in the running sum by token id
    (no sort is needed when nothing is cut).
 
@@ -23,7 +24,6 @@ import numpy.typing as npt
 from compilerllm.ir.step import Sampled, SampleRows, SamplingTables
 from compilerllm.kernels.reference.philox import uniform
 
-GREEDY_BELOW = 1e-5  # a temperature up to this one means greedy
 _COUNT_LIMIT = np.iinfo(np.uint16).max
 
 Floats = npt.NDArray[np.float32]
@@ -73,7 +73,7 @@ def _choose(raw: Floats, r: int, rows: SampleRows, tables: SamplingTables) -> in
     logits = penalised(raw, slot, tables) if rows.penalties and slot >= 0 else raw.copy()
     entries = slice(int(rows.bias_start[r]), int(rows.bias_start[r + 1]))
     np.add.at(logits, rows.bias_token[entries], rows.bias_value[entries])
-    if slot < 0 or tables.temperature[slot] <= GREEDY_BELOW:
+    if slot < 0 or tables.temperature[slot] <= 0:
         return int(logits.argmax())
     weights = cut_weights(
         logits, float(tables.temperature[slot]), int(tables.top_k[slot]), float(tables.top_p[slot]),
@@ -93,9 +93,8 @@ def penalised(logits: Floats, slot: int, tables: SamplingTables) -> Floats:
         seen = seen | (tables.prompt_counts[slot] > 0)
     factor = tables.repetition_penalty[slot]
     result[seen] = np.where(result[seen] > 0, result[seen] / factor, result[seen] * factor)
-    result -= tables.frequency_penalty[slot] * output.astype(np.float32)
-    result -= tables.presence_penalty[slot] * (output > 0).astype(np.float32)
-    return result
+    off = tables.frequency_penalty[slot] * output.astype(np.float32) + tables.presence_penalty[slot]
+    return np.where(output > 0, result - off, result)
 
 
 def best(logits: Floats, count: int) -> npt.NDArray[np.int64]:
@@ -118,20 +117,18 @@ def cut_weights(logits: Floats, temperature: float, top_k: int, top_p: float, mi
     if peak == -np.inf:  # everything is banned: the first token, as greedy would choose
         return Weights(np.ones(len(logits)), np.arange(len(logits)) == 0)
     weight = np.exp(scaled - peak).astype(np.float64)
-    stays = np.ones(len(logits), np.bool_)
-    if top_k > 0 or top_p < 1:
-        order = np.argsort(-scaled, kind="stable")
-        if 0 < top_k < len(order):
-            stays[order[top_k:]] = False
-            order = order[:top_k]
-        if top_p < 1:
-            running = np.cumsum(weight[order])
-            out = running - weight[order] >= float(np.float32(top_p)) * running[-1]
-            out[0] = False
-            stays[order[out]] = False
+    low = np.float32(-np.inf)
     if min_p > 0:
-        stays &= weight >= float(np.float32(min_p))
-    return Weights(weight, stays)
+        low = peak + np.log(np.float32(min_p))
+    if 0 < top_k < len(scaled):
+        low = max(low, np.partition(scaled, -top_k)[-top_k])
+    if top_p < 1:
+        order = np.argsort(-scaled, kind="stable")
+        order = order[scaled[order] >= low]
+        running = np.cumsum(weight[order])
+        reached = np.searchsorted(running, float(np.float32(top_p)) * running[-1])
+        low = scaled[order[min(reached, len(order) - 1)]]
+    return Weights(weight, scaled >= low)
 
 
 def pick(weights: Weights, number: float) -> int:

@@ -95,18 +95,21 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 ])  # fmt: skip
 def test_cuts_equal_their_plain_definition(top_k: int, top_p: float, min_p: float) -> None:
     logits = logits_row(1)
-    logits[[2, 30]] = logits.max()  # a tie: the smaller id comes first
+    logits[[2, 30]] = logits.max()  # a tie: both stay or none
     weights = cut_weights(logits, 0.7, top_k, top_p, min_p)
     probabilities = softmax(logits / np.float32(0.7))
-    order = sorted(range(VOCAB), key=lambda i: (-float(logits[i]), i))[: top_k or VOCAB]
+    best = sorted((float(v) for v in logits), reverse=True)
+    least = best[min(top_k or VOCAB, VOCAB) - 1]
+    order = sorted(range(VOCAB), key=lambda i: -float(logits[i]))
+    order = [i for i in order if logits[i] >= least and probabilities[i] >= min_p * probabilities.max()]
     mass = sum(probabilities[i] for i in order)
     kept: set[int] = set()
-    before = 0.0
+    before, last = 0.0, float("nan")
     for i in order:
-        if not kept or before < top_p * mass:
+        if not kept or before < top_p * mass or logits[i] == last:
             kept.add(i)
+            last = logits[i]
         before += probabilities[i]
-    kept = {i for i in kept if probabilities[i] >= min_p * probabilities.max()}
     assert set(np.flatnonzero(weights.stays)) == kept
 
 
