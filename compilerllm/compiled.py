@@ -17,6 +17,7 @@ from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket, Float32, Sampled, SampleRows, SamplingTables, StateGroup, StepInputs
 from compilerllm.kernels.errors import ArtifactError
 from compilerllm.kernels.launch.library import Library
+from compilerllm.kernels.launch.machine import host_features
 from compilerllm.kernels.launch.memory import Region
 from compilerllm.kernels.launch.packing import ParameterSpec, load_parameters
 from compilerllm.kernels.launch.program import CpuProgram
@@ -30,6 +31,16 @@ class StepTooLarge(CompilerLLMError):
     """A step that no bucket of the artifact holds."""
 
 
+def check_machine(manifest: dict[str, Any]) -> None:
+    """Raise ``ArtifactInvalid`` where this processor lacks instructions the artifact was built with."""
+    missing = sorted(set(manifest["features"]) - host_features())
+    if missing:
+        raise ArtifactInvalid(
+            f"the artifact is built for {manifest['target']}, but this processor has no {', '.join(missing)}. "
+            "Build one for this machine."
+        )
+
+
 class CompiledModel:
     """An ``Executable`` made from an artifact. ``load`` is the way to get one."""
 
@@ -39,7 +50,7 @@ class CompiledModel:
         self.vocab_size = int(manifest["vocab_size"])
         self.max_model_len = int(manifest["max_model_len"])
         self.library = Library(folder / manifest["library"])
-        self.program = CpuProgram(self.library, manifest["program"], threads)
+        self.program = CpuProgram(self.library, manifest["program"], threads, folder)
         self.buckets = tuple(Bucket(**b) for b in manifest["buckets"])
         self._order = sorted(
             range(len(self.buckets)), key=lambda i: (self.buckets[i].tokens, self.buckets[i].rows)
@@ -70,6 +81,7 @@ class CompiledModel:
             raise ArtifactInvalid(
                 f"{folder} holds no finished artifact. Build it with `compilerllm compile`."
             )
+        check_machine(manifest)
         model = CompiledModel(folder, manifest, threads or num_threads())
         specs = [
             ParameterSpec.parse(p["name"], p["dtype"], p["shape"], p["recipe"])

@@ -193,6 +193,7 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
         has_tokenizer = export_tokenizer(checkpoint, folder / "tokenizer")
         manifest |= {
             "format": FORMAT, "version": __version__, "key": key, "target": target.name, "level": request.level,
+            "features": sorted(target.features) if request.level else [],
             "facts": facts.to_json(), "source": captured.weights.to_json() | {"path": ""}, "library": "program.so",
             "tokenizer": has_tokenizer, "vocab_size": facts.vocab_size,
             "max_model_len": min(request.max_model_len or facts.max_positions, facts.max_positions),

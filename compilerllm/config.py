@@ -59,7 +59,7 @@ class ModelConfig:
     served_model_name: str | None = _option(None, "Name that the API shows; by default the model as given.")
     optimization_level: int = _option(
         2,
-        "0: reference operations; 1: fused, fast start; 2: and tuned buckets; 3: kernels chosen by measurement.",
+        "0: reference operations; 1 and 2: every fusion, generated code; 3: and Inductor for operators without a kernel.",
     )
 
     weights: Literal["auto", "packed", "dense"] = _option(

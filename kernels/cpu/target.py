@@ -1,7 +1,8 @@
 """CPU targets: which instructions a build may use. A target is named, never ``-march=native``, so artifacts travel."""
 
 from dataclasses import dataclass
-from pathlib import Path
+
+from compilerllm.kernels.launch.machine import host_features
 
 _COMMON = (
     "-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread",
@@ -80,14 +81,3 @@ def host_target() -> CpuTarget:
     """The best target this machine can run."""
     features = host_features()
     return next(t for t in TARGETS if t.features <= features)
-
-
-def host_features() -> frozenset[str]:
-    """CPU features as the kernel names them; empty where /proc/cpuinfo does not exist."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return frozenset()
-    for line in info.read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()

@@ -2,13 +2,14 @@
 
 import ctypes as C
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from compilerllm.ir.step import StepInputs
 from compilerllm.kernels.errors import ArtifactError
-from compilerllm.kernels.launch.aten import HostOperator
+from compilerllm.kernels.launch.aten import HostProgram
 from compilerllm.kernels.launch.library import HOST_FN, Ctx, Library, StepArgs
 from compilerllm.kernels.launch.memory import Region
 
@@ -17,15 +18,15 @@ class CpuProgram:
     """One entry point of a library with its pointers bound.
 
     ``spec`` is the manifest's program: dims, params, states (names in pointer order), host_calls, and plans: for each
-    bucket arena bytes, offsets and scratch offsets.
+    bucket arena bytes, offsets and scratch offsets. ``folder`` holds the packages that host calls name.
     """
 
-    def __init__(self, library: Library, spec: Mapping[str, Any], threads: int) -> None:
+    def __init__(self, library: Library, spec: Mapping[str, Any], threads: int, folder: Path | None = None) -> None:
         self.library, self.threads = library, threads
         self.dim_names: list[str] = spec["dims"]
         self.param_names: list[str] = spec["params"]
         self.state_names: list[str] = spec["states"]
-        self._operators = [HostOperator(s) for s in spec["host_calls"]]
+        self._host_programs = [HostProgram(s, folder) for s in spec["host_calls"]]
         self._plans = [
             (int(p["arena_bytes"]), _int64_array(p["offsets"]), _int64_array(p["scratch"]))
             for p in spec["plans"]
@@ -98,12 +99,12 @@ class CpuProgram:
     def _call_host(self, call: int, addresses: Any) -> None:
         if self._failure is not None:
             return  # an earlier operator failed: its error is raised after the step
-        operator = self._operators[call]
+        program = self._host_programs[call]
         try:
-            count = len(operator.inputs) + len(operator.outputs)
-            operator.run([addresses[i] or 0 for i in range(count)], self._dims)
+            count = len(program.inputs) + len(program.outputs)
+            program.run([addresses[i] or 0 for i in range(count)], self._dims)
         except BaseException as error:  # raised again by run(), on the caller's side of the C frame
-            error.add_note(f"in {operator.where}")
+            error.add_note(f"in {program.where}")
             self._failure = error
 
 
