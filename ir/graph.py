@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
+from compilerllm.ir import attributes
 from compilerllm.ir.dims import Dim, dim
 from compilerllm.ir.errors import InvalidGraph
 from compilerllm.ir.recipe import Read, Recipe, rename
@@ -124,6 +125,13 @@ class Node:
         """Operand at ``index`` of the signature, or None when it was left out."""
         return self.inputs[index] if index < len(self.inputs) else None
 
+    def operand(self, index: int) -> Value:
+        """Operand at ``index`` of the signature. Raises ``InvalidGraph`` when it was left out."""
+        value = self.input(index)
+        if value is None:
+            raise InvalidGraph(f"{self!r} lacks operand {index}")
+        return value
+
     def attr(self, name: str, default: Attr | None = None) -> Attr:
         """The attribute, or ``default``. Raises ``InvalidGraph`` when there is neither."""
         value = self.attrs.get(name, default)
@@ -131,23 +139,25 @@ class Node:
             raise InvalidGraph(f"{self.op} has no attribute {name!r}")
         return value
 
+    # Readers for attributes of one kind; each raises ``InvalidGraph`` for any other.
+
     def integer(self, name: str, default: int | None = None) -> int:
-        value = self.attr(name, default)
-        if not isinstance(value, int):
-            raise InvalidGraph(f"{self.op}: attribute {name!r} must be a whole number, but is {value!r}")
-        return value
+        return attributes.integer(self.op, self.attrs, name, default)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        return attributes.integers(self.op, self.attrs, name)
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self.attr(name, default)
-        if not isinstance(value, int | float):
-            raise InvalidGraph(f"{self.op}: attribute {name!r} must be a number, but is {value!r}")
-        return float(value)
+        return attributes.number(self.op, self.attrs, name, default)
 
     def text(self, name: str, default: str | None = None) -> str:
-        value = self.attr(name, default)
-        if not isinstance(value, str):
-            raise InvalidGraph(f"{self.op}: attribute {name!r} must be text, but is {value!r}")
-        return value
+        return attributes.text(self.op, self.attrs, name, default)
+
+    def dimension(self, name: str) -> Dim:
+        return attributes.dimension(self.op, self.attrs, name)
+
+    def dimensions(self, name: str) -> tuple[Dim, ...]:
+        return attributes.dimensions(self.op, self.attrs, name)
 
     @property
     def fn(self) -> str:

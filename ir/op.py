@@ -10,8 +10,9 @@ from enum import Enum
 from functools import cache
 from importlib import import_module
 
+from compilerllm.ir import attributes
 from compilerllm.ir.dims import Dim
-from compilerllm.ir.errors import TypeMismatch, UnknownOp
+from compilerllm.ir.errors import InvalidGraph, TypeMismatch, UnknownOp
 from compilerllm.ir.graph import Attr, Node, Value
 from compilerllm.ir.types import TensorType, Type
 
@@ -82,22 +83,19 @@ class OpCall:
         self.require(a == b, f"{what}: {a} against {b}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        value = self.attrs.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeMismatch(f"{self.op.name}: attribute {name!r} must be a whole number, but is {value!r}")
-        return value
+        return attributes.integer(self.op.name, self.attrs, name, default)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        return attributes.integers(self.op.name, self.attrs, name)
 
     def text(self, name: str, default: str | None = None) -> str:
-        value = self.attrs.get(name, default)
-        if not isinstance(value, str):
-            raise TypeMismatch(f"{self.op.name}: attribute {name!r} must be text, but is {value!r}")
-        return value
+        return attributes.text(self.op.name, self.attrs, name, default)
 
-    def items(self, name: str) -> tuple[Attr, ...]:
-        value = self.attrs.get(name)
-        if not isinstance(value, tuple):
-            raise TypeMismatch(f"{self.op.name}: attribute {name!r} must be a list, but is {value!r}")
-        return value
+    def dimension(self, name: str) -> Dim:
+        return attributes.dimension(self.op.name, self.attrs, name)
+
+    def dimensions(self, name: str) -> tuple[Dim, ...]:
+        return attributes.dimensions(self.op.name, self.attrs, name)
 
 
 TypeRule = Callable[[OpCall], tuple[TensorType, ...]]
@@ -160,8 +158,10 @@ class Op:
             return None
         try:
             return self.rule(OpCall(self, inputs, attrs))
+        except InvalidGraph as error:  # an attribute of another kind
+            raise TypeMismatch(str(error)) from error
         except (IndexError, TypeError, ValueError) as error:
-            # Rules read axes and numbers freely; an operand of too small a rank or an attribute of another kind ends here.
+            # Rules read axes and numbers freely; an operand of too small a rank ends here.
             given = ", ".join("none" if v is None else str(v.type) for v in inputs)
             raise TypeMismatch(f"{self.name}: ({given}) does not fit {self.signature}: {error}") from error
 

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from compilerllm.ir.errors import RecipeError
 
@@ -173,12 +174,17 @@ def parse_recipe(text: str) -> Recipe:
         raise RecipeError(f"not a recipe: {text!r} ({error})") from error
 
 
+_ARITY = {
+    "read": 1, "literal": 3, "convert": 2, "shift": 2, "slice": 1, "permute": 2, "reshape": 2, "relayout": 2,
+}  # fmt: skip
+
+
 def _convert(node: ast.expr) -> Recipe:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise ValueError("a recipe is a call such as read(...) or concat(...)")
     keys = {k.arg: ast.literal_eval(k.value) for k in node.keywords}
 
-    def value(index: int) -> object:
+    def value(index: int) -> Any:
         return ast.literal_eval(node.args[index])
 
     def whole(key: str) -> int:
@@ -187,29 +193,20 @@ def _convert(node: ast.expr) -> Recipe:
         return int(keys[key])
 
     def ints(index: int) -> tuple[int, ...]:
-        return tuple(int(v) for v in value(index))  # type: ignore[attr-defined]
+        return tuple(int(v) for v in value(index))
 
-    arity = {
-        "read": 1,
-        "literal": 3,
-        "convert": 2,
-        "shift": 2,
-        "slice": 1,
-        "permute": 2,
-        "reshape": 2,
-        "relayout": 2,
-    }
-    if node.func.id in arity and len(node.args) != arity[node.func.id]:
-        raise ValueError(f"{node.func.id} takes {arity[node.func.id]} arguments, not {len(node.args)}")
+    arity = _ARITY.get(node.func.id)
+    if arity is not None and len(node.args) != arity:
+        raise ValueError(f"{node.func.id} takes {arity} arguments, not {len(node.args)}")
     match node.func.id:
         case "read":
             return Read(str(value(0)))
         case "literal":
-            return Literal(str(value(0)), ints(1), tuple(float(v) for v in value(2)))  # type: ignore[attr-defined]
+            return Literal(str(value(0)), ints(1), tuple(float(v) for v in value(2)))
         case "convert":
             return Convert(_convert(node.args[0]), str(value(1)))
         case "shift":
-            return Shift(_convert(node.args[0]), float(value(1)))  # type: ignore[arg-type]
+            return Shift(_convert(node.args[0]), float(value(1)))
         case "slice":
             return Slice(_convert(node.args[0]), whole("axis"), whole("start"), whole("stop"))
         case "concat":

@@ -111,7 +111,8 @@ class _Parser:
         return TextError(message, self.text, self.at if at is None else at, length, self.file)
 
     def space(self) -> None:
-        self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+        if (found := _SPACE.match(self.text, self.at)) is not None:
+            self.at = found.end()
 
     def peek(self, token: str) -> bool:
         self.space()

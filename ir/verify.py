@@ -4,7 +4,7 @@ from compilerllm.ir.dims import free_dims
 from compilerllm.ir.errors import InvalidGraph, IRError
 from compilerllm.ir.graph import Graph, Module, Node, Value
 from compilerllm.ir.op import lookup
-from compilerllm.ir.recipe import Relayout, sources
+from compilerllm.ir.recipe import Recipe, Relayout, sources
 from compilerllm.ir.types import StateType, StepType, TensorType
 
 
@@ -118,8 +118,8 @@ def _check_no_recursion(module: Module) -> None:
         visit(name)
 
 
-def _has_relayout(recipe: object) -> bool:
-    return isinstance(recipe, Relayout) or any(_has_relayout(s) for s in sources(recipe))  # type: ignore[arg-type]
+def _has_relayout(recipe: Recipe) -> bool:
+    return isinstance(recipe, Relayout) or any(_has_relayout(s) for s in sources(recipe))
 
 
 def _free(type: TensorType) -> frozenset[str]:

@@ -18,8 +18,8 @@ again. All are exact: only data movement changes, or a cast that loses nothing.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from compilerllm.ir import attributes
 from compilerllm.ir.builder import Rewriter
-from compilerllm.ir.dims import Dim, dim
 from compilerllm.ir.graph import Attr, Graph, Node, Origin, Value
 from compilerllm.ir.op import lookup
 from compilerllm.ir.types import TensorType
@@ -35,7 +35,8 @@ WIDER = {
 
 def canonicalise(graph: Graph, report: PassReport) -> Graph:
     """Apply every rule of this file until none matches."""
-    return same_graph(graph, _Canonicaliser(graph, report).run(lambda r, node: r.simplified(node)))  # type: ignore[attr-defined]
+    rewriter = _Canonicaliser(graph, report)
+    return same_graph(graph, rewriter.run(lambda _, node: rewriter.simplified(node)))
 
 
 Operands = tuple[Value | None, ...]
@@ -99,13 +100,8 @@ def _first(inputs: Operands) -> Value:
     return value
 
 
-def _order(node_or_attrs: Node | Attrs) -> tuple[int, ...]:
-    attrs = node_or_attrs.attrs if isinstance(node_or_attrs, Node) else node_or_attrs
-    return tuple(attrs["order"])  # type: ignore[arg-type]
-
-
-def _shape(attrs: Attrs) -> tuple[Dim, ...]:
-    return tuple(dim(d) for d in attrs["shape"])  # type: ignore[union-attr]
+def _order(node: Node) -> tuple[int, ...]:
+    return node.integers("order")
 
 
 # ---- identities
@@ -113,12 +109,15 @@ def _shape(attrs: Attrs) -> tuple[Dim, ...]:
 
 def _same_shape(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value | None:
     """reshape or expand to the shape it has."""
-    return _first(inputs) if _first(inputs).shape == _shape(attrs) else None
+    return (
+        _first(inputs) if _first(inputs).shape == attributes.dimensions("reshape", attrs, "shape") else None
+    )
 
 
 def _same_order(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value | None:
     """permute that moves nothing."""
-    return _first(inputs) if list(_order(attrs)) == sorted(_order(attrs)) else None
+    order = attributes.integers("permute", attrs, "order")
+    return _first(inputs) if list(order) == sorted(order) else None
 
 
 def _same_dtype(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value | None:
@@ -128,7 +127,7 @@ def _same_dtype(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value | No
 
 def _whole_slice(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value | None:
     """slice that takes all."""
-    x, axis = _first(inputs), int(attrs["axis"])  # type: ignore[arg-type]
+    x, axis = _first(inputs), attributes.integer("slice", attrs, "axis")
     if attrs["start"] == 0 and attrs["stop"] == x.shape[axis] and attrs.get("step", 1) == 1:
         return x
     return None
@@ -160,13 +159,13 @@ def _permute_of_permute(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Va
     inner = r.maker(inputs[0], "permute")
     if inner is None:
         return None
-    first = _order(inner)
-    return r.make("permute", inner.inputs[0], order=tuple(first[i] for i in _order(attrs)))
+    first, second = _order(inner), attributes.integers("permute", attrs, "order")
+    return r.make("permute", inner.inputs[0], order=tuple(first[i] for i in second))
 
 
 def _permute_of_ones(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value | None:
     """A permute that moves only axes of extent 1 moves no data: it is a reshape."""
-    x, order = _first(inputs), _order(attrs)
+    x, order = _first(inputs), attributes.integers("permute", attrs, "order")
     kept = [i for i in order if x.shape[i] != 1]
     return r.make("reshape", x, shape=tuple(x.shape[i] for i in order)) if kept == sorted(kept) else None
 
@@ -186,16 +185,17 @@ def _slice_of_slice(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value 
     if inner is None or attrs.get("step", 1) != 1 or inner.attrs.get("step", 1) != 1:
         return None
     rank = _first(inputs).tensor.rank
-    if int(attrs["axis"]) % rank != int(inner.attrs["axis"]) % rank:  # type: ignore[arg-type]
+    if attributes.integer("slice", attrs, "axis") % rank != inner.integer("axis") % rank:
         return None
-    base = inner.attrs["start"]
-    start, stop = base + attrs["start"], base + attrs["stop"]  # type: ignore[operator]
+    start, stop = (
+        inner.dimension("start") + attributes.dimension("slice", attrs, e) for e in ("start", "stop")
+    )
     return r.make("slice", inner.inputs[0], axis=attrs["axis"], start=start, stop=stop)
 
 
 def _concat_of_slices(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value | None:
     """Neighbouring slices of one value, joined again."""
-    axis = int(attrs["axis"])  # type: ignore[arg-type]
+    axis = attributes.integer("concat", attrs, "axis")
     parts: list[Value] = []
     for value in inputs:
         assert value is not None
@@ -287,8 +287,7 @@ def _reshape_of_norm(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Value
         inner = r.maker(inputs[0], op)
         if inner is None:
             continue
-        x, shape = inner.inputs[0], attrs["shape"]
-        assert x is not None and isinstance(shape, tuple)
+        x, shape = inner.operand(0), attributes.dimensions("reshape", attrs, "shape")
         if shape[-1:] == x.shape[-1:] and [d for d in shape if d != 1] == [d for d in x.shape if d != 1]:
             return r.make(op, r.make("reshape", x, shape=shape), *inner.inputs[1:], **inner.attrs)
     return None
@@ -300,7 +299,7 @@ def _slice_of_permute(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Valu
     if inner is None:
         return None
     order = _order(inner)
-    axis = order[int(attrs["axis"]) % len(order)]  # type: ignore[arg-type]
+    axis = order[attributes.integer("slice", attrs, "axis") % len(order)]
     return r.make("permute", r.make("slice", inner.inputs[0], **{**attrs, "axis": axis}), order=order)
 
 
@@ -311,7 +310,7 @@ def _concat_of_permutes(r: _Canonicaliser, inputs: Operands, attrs: Attrs) -> Va
     if None in makers or len(orders) != 1:
         return None
     order = orders.pop()
-    axis = order[int(attrs["axis"]) % len(order)]  # type: ignore[arg-type]
+    axis = order[attributes.integer("concat", attrs, "axis") % len(order)]
     joined = r.make("concat", *(m.inputs[0] for m in makers if m is not None), axis=axis)
     return r.make("permute", joined, order=order)
 

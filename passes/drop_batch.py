@@ -20,8 +20,8 @@ Inputs and outputs of all functions lose a leading extent of 1.
 from collections.abc import Sequence
 
 from compilerllm.ir.builder import Rewriter
-from compilerllm.ir.dims import Dim, dim
-from compilerllm.ir.graph import Attr, Graph, Node, Value
+from compilerllm.ir.dims import Dim
+from compilerllm.ir.graph import Graph, Node, Value
 from compilerllm.ir.types import TensorType
 from compilerllm.passes.opinfo import ALONG_AXIS, BINARY, LAST_AXIS, UNARY, same_graph
 from compilerllm.passes.report import PassReport
@@ -71,7 +71,7 @@ class _Dropper(Rewriter):
         if node.op == "call":
             return self._call(node)
         if node.op == "full":
-            shape = _dims(node.attrs["shape"])
+            shape = node.dimensions("shape")
             if len(shape) >= 2 and shape[0] == 1:
                 return self._as(node, 0, *self.emit_node("full", (), {**node.attrs, "shape": shape[1:]}))
             return None
@@ -165,7 +165,7 @@ class _Dropper(Rewriter):
         )
 
     def _reshape(self, node: Node) -> tuple[Value, ...] | None:
-        x, shape = node.operands[0], _dims(node.attrs["shape"])
+        x, shape = node.operands[0], node.dimensions("shape")
         if len(shape) >= 2 and shape[0] == 1:
             return self._as(node, 0, self._fresh_reshape(x, shape[1:], node))
         return (self._fresh_reshape(x, shape, node),) if x in self.axis else None
@@ -175,14 +175,14 @@ class _Dropper(Rewriter):
 
     def _permute(self, node: Node) -> tuple[Value, ...] | None:
         x = node.operands[0]
-        order: tuple[int, ...] = node.attrs["order"]  # type: ignore[assignment]
+        order = node.integers("order")
         batch = self.axis[x]
         rest = tuple(i - (i > batch) for i in order if i != batch)
         result = self.emit("permute", self.get(x), order=rest, name=node.output.name)
         return self._as(node, order.index(batch), result)
 
     def _expand(self, node: Node) -> tuple[Value, ...] | None:
-        x, shape = node.operands[0], _dims(node.attrs["shape"])
+        x, shape = node.operands[0], node.dimensions("shape")
         place = self.axis[x] - x.tensor.rank
         if shape[place] != 1:
             return self._opaque(node)
@@ -229,8 +229,3 @@ class _Dropper(Rewriter):
                 new = self._reshape_to(new, old.shape[1:])
             results.append(new)
         return tuple(results)
-
-
-def _dims(value: Attr) -> tuple[Dim, ...]:
-    assert isinstance(value, tuple)
-    return tuple(dim(d) for d in value)

@@ -74,7 +74,7 @@ def rowwise(node: Node) -> bool:
         case "reshape":
             return all(v.shape[0] == symbol("T") for v in (rows[0], node.output))
         case "permute":
-            return node.attrs["order"][0] == 0  # type: ignore[index]
+            return node.integers("order")[0] == 0
         case "expand":
             return rows[0].tensor.rank == node.output.tensor.rank
     return False

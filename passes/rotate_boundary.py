@@ -72,8 +72,10 @@ def _adds(graph: Graph) -> frozenset[int]:
     found = set()
     for i, value in enumerate(graph.outputs):
         node = producers.get(value)
-        plain = node is not None and node.op == "add" and len(node.operands) == 2 and not uses[value]
-        if plain and all(v.type == value.type for v in node.operands) and graph.outputs.count(value) == 1:  # type: ignore[union-attr]
+        if node is None or node.op != "add" or len(node.operands) != 2:
+            continue
+        used_once = not uses[value] and graph.outputs.count(value) == 1
+        if used_once and all(v.type == value.type for v in node.operands):
             found.add(i)
     return frozenset(found)
 

@@ -138,7 +138,7 @@ class _Sharder(Rewriter):
             axis = self.plan.axis.get(node.output)
             if axis is None:
                 return None
-            shape = [dim(d) for d in node.attrs["shape"]]  # type: ignore[union-attr]
+            shape = list(node.dimensions("shape"))
             shape[axis] = dim(shape[axis] // self.mesh.world)
             return {**node.attrs, "shape": tuple(shape)}
         if node.op == "slice" and node in self.plan.cuts:

@@ -84,17 +84,9 @@ class _Propagation:
         return self.found
 
     def _block(self, node: Node, reason: str) -> _Blocked:
-        found = frozenset().union(
-            *(self.sources.get(v, frozenset()) for v in node.operands)
-        ) | self.state_sources.get(
-            node.operands[0]
-            if node.op == "kv_write"
-            else node.operands[1]
-            if node.op == "paged_attention"
-            else None,  # type: ignore[arg-type]
-            frozenset(),
-        )
-        return _Blocked(found, node, reason)
+        found = [self.sources.get(v, frozenset()) for v in node.operands]
+        found += [self.state_sources.get(v, frozenset()) for v in node.operands]
+        return _Blocked(frozenset().union(*found), node, reason)
 
     def _split(self, node: Node, value: Value, axis: int, sources: frozenset[Node] | None = None) -> None:
         if not isinstance(value.shape[axis], int) or int(value.shape[axis]) % self.world:
@@ -124,8 +116,7 @@ class _Propagation:
         elif node.op == "reshape":
             self._split(node, node.output, self._reshaped(node))
         elif node.op == "permute":
-            order: tuple[int, ...] = node.attrs["order"]  # type: ignore[assignment]
-            self._split(node, node.output, order.index(self.found.axis[split[0]]))
+            self._split(node, node.output, node.integers("order").index(self.found.axis[split[0]]))
         elif node.op in ("rms_norm", "layer_norm", "rope", "slice", "softmax") and split == [
             node.operands[0]
         ]:

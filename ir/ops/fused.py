@@ -96,6 +96,6 @@ def _qkv_rope_write(call: OpCall) -> tuple[TensorType, ...]:
 define(
     "qkv_rope_write(state, qkv, step, cos?, sin?, q_norm?, k_norm?)",
     "split qkv, norm and rotate q and k, store k and v, give q", _qkv_rope_write,
-    attrs="heads, style?, half_width?, f32?, eps?, offset?, round_first?", flops=lambda n: 8 * n.inputs[1].tensor.numel,  # type: ignore[union-attr]
+    attrs="heads, style?, half_width?, f32?, eps?, offset?, round_first?", flops=lambda n: 8 * n.operand(1).tensor.numel,
     reduction=Reduction.ROW, writes_state=True,
 )  # fmt: skip

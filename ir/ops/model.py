@@ -1,6 +1,6 @@
 """Ops a captured model is made of: embedding, linear, norms, rotary, attention, gated activations, experts."""
 
-from compilerllm.ir.dims import Dim
+from compilerllm.ir.dims import Dim, product
 from compilerllm.ir.graph import Node
 from compilerllm.ir.op import OpCall, Reduction, define, elementwise_flops
 from compilerllm.ir.types import TensorType
@@ -10,12 +10,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identit
 
 def linear_flops(node: Node) -> Dim:
     """2 * rows * N * K."""
-    x, weight = node.inputs[0], node.inputs[1]
-    assert x is not None and weight is not None
-    rows: Dim = 1
-    for extent in x.shape[:-1]:
-        rows = rows * extent
-    return 2 * rows * weight.shape[0] * weight.shape[1]
+    x, weight = node.operand(0), node.operand(1)
+    return 2 * product(x.shape[:-1]) * weight.shape[0] * weight.shape[1]
 
 
 def check_linear(call: OpCall, x: TensorType, weight: TensorType, bias: TensorType | None) -> TensorType:
@@ -130,8 +126,7 @@ def _attention(call: OpCall) -> tuple[TensorType, ...]:
 
 def attention_flops(node: Node) -> Dim:
     """4 * T * T * H * D, causality not counted (the context of a step is not in the types)."""
-    q = node.inputs[0]
-    assert q is not None
+    q = node.operand(0)
     return 4 * q.tensor.numel * q.shape[0]
 
 
@@ -176,8 +171,7 @@ def _experts(call: OpCall) -> tuple[TensorType, ...]:
 
 def expert_flops(node: Node) -> Dim:
     """2 * T * top * (gate_up + down elements of one expert)."""
-    ids, gate_up, down = node.inputs[1], node.inputs[3], node.inputs[4]
-    assert ids is not None and gate_up is not None and down is not None
+    ids, gate_up, down = node.operand(1), node.operand(3), node.operand(4)
     return 2 * ids.tensor.numel * (gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2])
 
 

@@ -68,8 +68,7 @@ def _paged_attention(call: OpCall) -> tuple[TensorType, ...]:
 
 def paged_flops(node: Node) -> Dim:
     """4 * T * C * H * D with C the mean context a token sees."""
-    q = node.inputs[0]
-    assert q is not None
+    q = node.operand(0)
     return 4 * q.tensor.numel * symbol("C")
 
 
@@ -97,7 +96,7 @@ def _slot_conv(call: OpCall) -> tuple[TensorType, ...]:
 
 define(
     "slot_conv(x, state, weight, step)", "causal depthwise convolution over each sequence, continued from its slot",
-    _slot_conv, flops=lambda n: 2 * n.inputs[2].tensor.numel * n.inputs[0].shape[0],  # type: ignore[union-attr]
+    _slot_conv, flops=lambda n: 2 * n.operand(2).tensor.numel * n.operand(0).shape[0],
     reads_state=True, writes_state=True,
 )  # fmt: skip
 
@@ -114,9 +113,15 @@ def _adapter(call: OpCall) -> tuple[TensorType, ...]:
     return (y,)
 
 
+def _adapter_flops(node: Node) -> Dim:
+    """2 * T * rank * (K + N)."""
+    a, b = node.operand(2), node.operand(3)
+    return 2 * node.operand(0).shape[0] * a.shape[1] * (a.shape[2] + b.shape[1])
+
+
 define(
     "adapter_add(x, y, a, b, adapter_id)", "y plus the low-rank update b a x of each token's slot; slot 0 adds nothing",
-    _adapter, flops=lambda n: 2 * n.inputs[0].shape[0] * (n.inputs[2].shape[1] * (n.inputs[2].shape[2] + n.inputs[3].shape[1])),  # type: ignore[union-attr]
+    _adapter, flops=_adapter_flops,
     reduction=Reduction.CONTRACTION,
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Plain tensor ops: pointwise, reductions, shapes, indexing."""
 
-from compilerllm.ir.dims import Dim, dim, free_dims, product
+from compilerllm.ir.dims import Dim, dim, product
 from compilerllm.ir.op import OpCall, Reduction, define, elementwise_flops
 from compilerllm.ir.types import DTYPES, QUANTIZED_BLOCKS, TensorType
 
@@ -128,7 +128,7 @@ for _name, _meaning in {
 }.items():  # fmt: skip
     define(
         f"{_name}(x)", f"{_meaning} over one axis", _reduce, attrs="axis, keepdim?",
-        flops=lambda n: n.inputs[0].tensor.numel, reduction=Reduction.ROW,  # type: ignore[union-attr]
+        flops=lambda n: n.operand(0).tensor.numel, reduction=Reduction.ROW,
     )  # fmt: skip
 
 
@@ -151,30 +151,20 @@ define(
 )
 
 
-def shape_attr(call: OpCall, name: str = "shape") -> tuple[Dim, ...]:
-    result: list[Dim] = []
-    for item in call.items(name):
-        call.require(
-            not isinstance(item, bool | float | str | tuple), f"{name} must hold dimensions, but has {item!r}"
-        )
-        result.append(dim(item))
-    return tuple(result)
-
-
 def _reshape(call: OpCall) -> tuple[TensorType, ...]:
-    x, shape = call["x"], shape_attr(call)
+    x, shape = call["x"], call.dimensions("shape")
     call.require(product(shape) == x.numel, f"{x} has {x.numel} elements, {shape} has {product(shape)}")
     return (x.with_shape(*shape),)
 
 
 def _permute(call: OpCall) -> tuple[TensorType, ...]:
-    x, order = call["x"], call.items("order")
-    call.require(sorted(order) == list(range(x.rank)), f"order {order} does not permute rank {x.rank}")  # type: ignore[type-var]
-    return (x.with_shape(*(x.shape[i] for i in order)),)  # type: ignore[index]
+    x, order = call["x"], call.integers("order")
+    call.require(sorted(order) == list(range(x.rank)), f"order {order} does not permute rank {x.rank}")
+    return (x.with_shape(*(x.shape[i] for i in order)),)
 
 
 def _expand(call: OpCall) -> tuple[TensorType, ...]:
-    x, shape = call["x"], shape_attr(call)
+    x, shape = call["x"], call.dimensions("shape")
     call.require(broadcast(call, x.shape, shape) == shape, f"{x} does not expand to {shape}")
     return (x.with_shape(*shape),)
 
@@ -182,10 +172,10 @@ def _expand(call: OpCall) -> tuple[TensorType, ...]:
 def _slice(call: OpCall) -> tuple[TensorType, ...]:
     x = call["x"]
     axis = axis_of(call, x.rank)
-    start, stop, step = call.attrs.get("start"), call.attrs.get("stop"), call.integer("step", 1)
+    start, stop, step = call.dimension("start"), call.dimension("stop"), call.integer("step", 1)
     call.require(step >= 1, f"step {step} must be at least 1")
     extent = x.shape[axis]
-    length = dim(stop - start)  # type: ignore[operator]
+    length = dim(stop - start)
     if isinstance(start, int) and isinstance(stop, int):
         call.require(0 <= start <= stop, f"[{start}, {stop}) is not a range")
         call.require(
@@ -229,13 +219,11 @@ define("concat(*parts)", "join along one axis", _concat, attrs="axis")
 
 
 def _full(call: OpCall) -> tuple[TensorType, ...]:
-    return (TensorType(call.text("dtype"), shape_attr(call)),)
+    return (TensorType(call.text("dtype"), call.dimensions("shape")),)
 
 
 def _iota(call: OpCall) -> tuple[TensorType, ...]:
-    size = call.attrs["size"]
-    call.require(isinstance(size, int) or bool(free_dims(size)), "size must be a dimension")
-    return (TensorType(call.text("dtype", "i64"), (size,)),)
+    return (TensorType(call.text("dtype", "i64"), (call.dimension("size"),)),)
 
 
 def _gather_rows(call: OpCall) -> tuple[TensorType, ...]:
@@ -261,7 +249,7 @@ def _matmul(call: OpCall) -> tuple[TensorType, ...]:
 
 define(
     "matmul(a, b)", "batched matrix product, f32 accumulation", _matmul,
-    flops=lambda n: 2 * n.output.tensor.numel * n.inputs[0].tensor.shape[-1],  # type: ignore[union-attr]
+    flops=lambda n: 2 * n.output.tensor.numel * n.operand(0).shape[-1],
     reduction=Reduction.CONTRACTION,
 )  # fmt: skip
 
@@ -273,7 +261,7 @@ define("call(*inputs)", "run a function of the module with parameters and states
        attrs="fn, params?, states?", effects=True)  # fmt: skip
 define(
     "group(*inputs)",
-    "a fused group of pointwise and row-reduction ops: the function 'fn', run as one kernel",
+    "a group of pointwise and row-reduction ops, or of opaque ones: the function 'fn', run as one kernel or host call",
     None,
     attrs="fn",
 )
