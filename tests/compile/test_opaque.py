@@ -1,0 +1,87 @@
+"""Models whose capture keeps torch operators: served with the host's help, and with it compiled ahead at level 3."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from compilerllm.compiler import CompileRequest, artifact_key, build
+from compilerllm.kernels.errors import UnsupportedByTarget
+from compilerllm.loading import load_compiled
+
+from ..models.tiny import OPAQUE, tiny_model
+from .serving import compile_and_load, teacher_forced
+
+LENGTHS = (40, 7, 21)
+# Together, then decode, the last steps with a single token; no step in which T is S alone.
+MIXED = [(20, 5, 13), (10, 1, 7), (1, 1, 1), (8, 0, 0), (1, 0, 0)]
+
+
+def sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randperm(97, generator=generator)[:n].tolist() for n in LENGTHS]
+
+
+def compare(reference: Any, model: Any) -> None:
+    """Logits of every position against transformers' eager, in float32."""
+    model.allocate(40, 8)
+    given = sequences()
+    for result, tokens in zip(teacher_forced(model, given, MIXED), given, strict=True):
+        with torch.no_grad():
+            want = reference(torch.tensor(tokens)[None], use_cache=False).logits[0].float().numpy()
+        assert np.abs(result - want[: len(result)]).max() <= 2e-5 * np.abs(want).max(), f"{len(tokens)} tokens"
+
+
+@pytest.fixture(scope="module", params=OPAQUE)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = tiny_model(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def test_served_with_torch(tiny: tuple[Any, Path]) -> None:
+    """At the default level each run of operators is one call of the host, and the manifest says so."""
+    reference, folder = tiny
+    model = compile_and_load(folder, dtype="float32", level=2)
+    compare(reference, model)
+    calls = model.manifest["opaque"]
+    assert calls and all(c["runs"] == "aten" and c["package"] is None for c in calls)
+    assert max(len(c["operators"]) for c in calls) > 1, "nothing was grouped"
+    expected = {"gptj": 2, "deepseek_v3": 4}  # of all functions: a layer function counts once
+    assert len(calls) == expected[reference.config.model_type]
+
+
+def test_head_sizes_that_differ_are_refused(tmp_path: Path) -> None:
+    """The cache keeps k and v of one size; the error names both."""
+    tiny_model("deepseek_v3", v_head_dim=8).save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="") as caught:
+        compile_and_load(tmp_path, dtype="float32", level=2)
+    print(type(caught.value), caught.value)
+
+
+@pytest.mark.slow
+def test_served_with_inductor(tiny: tuple[Any, Path]) -> None:
+    """At level 3 a process without Inductor and without a compiler on its path runs what Inductor compiled."""
+    reference, folder = tiny
+    request = CompileRequest(model=str(folder), dtype="float32", level=3, max_num_seqs=8, max_num_batched_tokens=256)
+    artifact = build(request, folder, artifact_key(request, folder))
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    for call in manifest["opaque"]:
+        assert call["runs"] == "inductor" and not call["reason"] and (artifact / call["package"]).exists()
+    compare(reference, load_compiled(artifact, folder))
+    code = (
+        "import os, sys; os.environ['PATH'] = ''\n"
+        "from pathlib import Path\n"
+        "from compilerllm.loading import load_compiled\n"
+        f"model = load_compiled(Path({str(artifact)!r}), Path({str(folder)!r}))\n"
+        "assert all(p.package is not None for p in model.program._host_programs)\n"
+        "assert not {'torch._inductor', 'torch._dynamo'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
