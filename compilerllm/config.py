@@ -104,7 +104,6 @@ class ModelConfig:
 class CacheConfig:
     """How much memory sequence states get, and whether prompts share them."""
 
-    block_size: int = _option(32, "Tokens a KV block holds.")
     kv_cache_bytes: int | None = _option(
         None, "Bytes for KV blocks; by default the share --memory-utilization of free memory, at most 4 GiB."
     )
@@ -118,7 +117,6 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        _whole("block_size", self.block_size, 1)
         if self.kv_cache_bytes is not None:
             _whole("kv_cache_bytes", self.kv_cache_bytes, MEBIBYTE)
         if self.num_blocks is not None:

@@ -19,8 +19,8 @@ def test_every_option_has_a_sentence_of_help_and_a_name_of_its_own() -> None:
 
 
 def test_flat_names_find_their_part() -> None:
-    config = EngineConfig.create(model="m", max_model_len=9, block_size=16, max_num_seqs=3)
-    assert (config.model.max_model_len, config.cache.block_size, config.scheduler.max_num_seqs) == (9, 16, 3)
+    config = EngineConfig.create(model="m", max_model_len=9, num_blocks=16, max_num_seqs=3)
+    assert (config.model.max_model_len, config.cache.num_blocks, config.scheduler.max_num_seqs) == (9, 16, 3)
     assert config.model.display_name == "m" and config.cache.enable_prefix_caching
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
 
@@ -33,7 +33,6 @@ def test_flat_names_find_their_part() -> None:
         ("max_model_len", 0),
         ("served_model_name", ""),
         ("optimization_level", 4),
-        ("block_size", -1),
         ("kv_cache_bytes", 5),
         ("num_blocks", 0),
         ("num_blocks", True),
