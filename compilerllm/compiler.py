@@ -8,8 +8,10 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket
 
 # What a build goes through, with the share of its time each usually takes, for the progress bar.
-STAGES = {"resolve": 0.3, "capture": 0.25, "passes": 0.05, "generate": 0.05, "compile": 0.2, "save": 0.15}
+STAGES = {"resolve": 0.3, "capture": 0.25, "passes": 0.05, "generate": 0.05, "compile": 0.2, "opaque": 0.0, "save": 0.15}
+INDUCTOR_LEVEL = 3  # from here on opaque operators are compiled ahead; it takes half a minute a group
 OnStage = Callable[[str], None]
 
 
@@ -123,18 +126,21 @@ def ensure_artifact(request: CompileRequest, place: Path, on_stage: OnStage | No
     if read_manifest(path) is not None:
         return Found(path, True, time.perf_counter() - start)
     command = [sys.executable, "-m", "compilerllm.compiler", json.dumps(dataclasses.asdict(request)), str(place), key]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stderr is not None
     message = ""
-    for line in child.stdout:
-        kind, _, text = line.rstrip("\n").partition(" ")
-        if kind == "stage" and on_stage is not None:
-            on_stage(text)
-        elif kind == "error":
-            message = json.loads(text)
-    errors = child.stderr.read()
-    if child.wait() != 0:
-        raise CompileFailed(message or f"the compiler ended with exit code {child.returncode}:\n{errors.strip()[-4000:]}")
+    # A file, since nobody reads a pipe for errors before the child ends, and Inductor may write more than one holds.
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert child.stdout is not None
+        for line in child.stdout:
+            kind, _, text = line.rstrip("\n").partition(" ")
+            if kind == "stage" and on_stage is not None:
+                on_stage(text)
+            elif kind == "error":
+                message = json.loads(text)
+        if child.wait() != 0:
+            errors.seek(0)
+            said = errors.read().strip()[-4000:]
+            raise CompileFailed(message or f"the compiler ended with exit code {child.returncode}:\n{said}")
     if read_manifest(path) is None:
         raise CompileFailed(f"the compiler ended well but left no artifact in {path}")
     return Found(path, False, time.perf_counter() - start)
@@ -142,12 +148,12 @@ def ensure_artifact(request: CompileRequest, place: Path, on_stage: OnStage | No
 
 def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = lambda stage: None) -> Path:
     """Compile ``place`` into the cache under ``key``. Imports the compiler; errors are the parts' own."""
+    from compilerllm.ir.recipe import print_recipe
+    from compilerllm.ir.text import print_module
     from compilerllm.kernels.cpu.build import build_library
     from compilerllm.kernels.cpu.emit import emit_program
     from compilerllm.kernels.cpu.select import select_layouts
     from compilerllm.kernels.cpu.target import find_target
-    from compilerllm.ir.recipe import print_recipe
-    from compilerllm.ir.text import print_module
     from compilerllm.passes.pipeline import Options, run_pipeline
 
     seconds: dict[str, float] = {}
@@ -181,10 +187,16 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
             program = emit_program(module)
             stage("compile")
             library = build_library(program.source, target, cache_dir() / "libraries")
+            opaque = opaque_entries(program)
+            if request.level >= INDUCTOR_LEVEL and opaque:
+                stage("opaque")
+                compile_opaque(program, opaque, target, folder)
             stage("save")
             (folder / "program.so").write_bytes(library.read_bytes())
             (folder / "program.cpp").write_text(program.source)
-            manifest |= program_entries(module, program, buckets)
+            manifest |= program_entries(module, program, buckets) | {"opaque": opaque}
+            for call, entry in zip(manifest["program"]["host_calls"], opaque, strict=True):
+                call["package"] = entry["package"]
         else:
             stage("save")
             manifest["program"] = None
@@ -212,6 +224,30 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
         manifest["seconds"] = {k: round(v, 3) for k, v in seconds.items()}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
     return artifact_path(key)
+
+
+def opaque_entries(program: Any) -> list[dict[str, Any]]:
+    """The manifest's report on host calls, in their order: what each runs, and by what (torch, unless compiled)."""
+    return [
+        {"where": call.where, "operators": [step[0] for step in call.steps], "runs": "aten", "package": None, "reason": "",
+         "seconds": 0.0}
+        for call in program.host_calls
+    ]  # fmt: skip
+
+
+def compile_opaque(program: Any, entries: list[dict[str, Any]], target: Any, folder: Path) -> None:
+    """Compile host calls into ``folder`` with Inductor, and note in ``entries`` what became of each."""
+    from compilerllm.kernels.cpu.inductor import compile_host_calls
+
+    names: dict[Path, str] = {}
+    outcomes = compile_host_calls(program.host_calls, target, cache_dir() / "libraries")
+    for entry, outcome in zip(entries, outcomes, strict=True):
+        entry |= {"reason": outcome.reason, "seconds": round(outcome.seconds, 3)}
+        if outcome.package is not None:
+            if outcome.package not in names:
+                names[outcome.package] = f"group_{len(names)}.pt2"
+                shutil.copyfile(outcome.package, folder / names[outcome.package])
+            entry |= {"runs": "inductor", "package": names[outcome.package]}
 
 
 def program_entries(module: Any, program: Any, buckets: tuple[Bucket, ...]) -> dict[str, Any]:

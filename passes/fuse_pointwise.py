@@ -16,6 +16,7 @@ reduction over the last axis. Operands may broadcast. Every node rounds as it di
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from compilerllm.ir.builder import Builder
@@ -45,7 +46,7 @@ def fuse_pointwise(module: Module, report: PassReport) -> Module:
             continue
         refs = []
         for group in groups:
-            body = _body(group, graph, "body")
+            body = body_of(group.nodes, group.inputs, group.outputs, graph, "body")
             text = print_graph(body)
             if text not in bodies:
                 number = len(bodies)
@@ -178,22 +179,24 @@ def _print(group: _Group) -> str:
     return f"[{', '.join(map(str, (*group.rows, group.width)))}]"
 
 
-def _body(group: _Group, graph: Graph, name: str) -> Graph:
-    """The group as a function whose names do not depend on where it was found."""
+def body_of(
+    nodes: Sequence[Node], inputs: Sequence[Value], outputs: Sequence[Value], graph: Graph, name: str
+) -> Graph:
+    """Nodes of ``graph`` as a function whose names do not depend on where they were found."""
     used = {
         d
-        for v in (*group.inputs, *(o for n in group.nodes for o in n.outputs))
+        for v in (*inputs, *(o for n in nodes for o in n.outputs))
         for e in v.shape
         for d in free_dims(e)
-    }
+    }  # fmt: skip
     b = Builder(name, [d for d in graph.dims if d.name in used])
-    table = {v: b.input(f"in{i}", v.type) for i, v in enumerate(group.inputs)}
-    for node in group.nodes:
+    table = {v: b.input(f"in{i}", v.type) for i, v in enumerate(inputs)}
+    for node in nodes:
         operands = [None if v is None else table[v] for v in node.inputs]
         types = [v.tensor for v in node.outputs]
         results = b.emit_node(node.op, operands, node.attrs, types=types, name="v", origin=node.origin)
         table.update(zip(node.outputs, results, strict=True))
-    return b.finish(*(table[v] for v in group.outputs))
+    return b.finish(*(table[v] for v in outputs))
 
 
 def _replaced(graph: Graph, groups: list[_Group], refs: list[str]) -> Graph:

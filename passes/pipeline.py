@@ -26,6 +26,7 @@ from compilerllm.passes.fuse_linear_add import fuse_linear_add
 from compilerllm.passes.fuse_pointwise import fuse_pointwise
 from compilerllm.passes.fuse_qkv import fuse_qkv
 from compilerllm.passes.gather_rows import gather_rows
+from compilerllm.passes.group_opaque import group_opaque
 from compilerllm.passes.pack_projections import pack_projections
 from compilerllm.passes.page_attention import page_attention
 from compilerllm.passes.raise_gated_act import raise_gated_act
@@ -140,6 +141,7 @@ PASSES: tuple[Pass, ...] = (
     _graph(fuse_linear_add, "fuse", "linear and a residual add -> linear_add"),
     _graph(fuse_qkv, "fuse", "split, qk-norm, rope and kv_write of a packed qkv -> qkv_rope_write"),
     _graph(canonicalise, "fuse", "what fusing left behind"),
+    _module(group_opaque, "fuse", "torch operators without a kernel, in a row -> group, one call of the host"),
     _module(fuse_pointwise, "fuse", "pointwise neighbours, with at most one row reduction -> group"),
 )  # fmt: skip
 _NOT_FOR_TENSORS = frozenset(("serve", "parallel", "adapters"))

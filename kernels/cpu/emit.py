@@ -2,29 +2,18 @@
 
 Every stage is a template call with constant dims or a generated loop; ``team.sync()`` separates dependent stages.
 Intermediate values live in an arena whose offsets are a table, so one library serves every bucket. A node with no
-CPU kernel (``aten``) calls back to the host from rank 0, and is listed in ``Program.host_calls``.
+CPU kernel (``aten``, or a group of them) calls back to the host from rank 0; ``Program.host_calls`` says what it runs.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from compilerllm.ir.dims import Dim
-from compilerllm.ir.graph import Attr, Graph, Module, Node, Value, join_name, state_name
-from compilerllm.ir.types import StateType, StepType, TensorType
+from compilerllm.ir.graph import Graph, Module, Node, Value, join_name, state_name
+from compilerllm.ir.types import StepType, TensorType
+from compilerllm.kernels.cpu.opaque import HostCall, emit_opaque, is_opaque
 from compilerllm.kernels.cpu.refs import C_TYPES, Ref, dense_strides, view
 from compilerllm.kernels.errors import UnsupportedByTarget
-
-
-@dataclass(frozen=True)
-class HostCall:
-    """An opaque operator run by the host in mid-step: torch target, argument template, dense operands and results."""
-
-    target: str
-    args: object  # the template as JSON: lists, numbers, text; a symbolic dimension is "dim:T + 1"
-    kwargs: object
-    inputs: tuple[tuple[str, tuple[str, ...]], ...]  # (dtype, extents as dimension text)
-    outputs: tuple[tuple[str, tuple[str, ...]], ...]
-    where: str  # function and module path, for errors
 
 
 @dataclass
@@ -233,20 +222,28 @@ def state_groups(module: Module) -> dict[int | None, int]:
 
 
 def find_tables(module: Module) -> set[Value]:
-    """Values that come from ``rotary_table``, followed into the functions they are passed to."""
-    tables = {v for n in module.main.nodes if n.op == "rotary_table" for v in n.outputs}
-    for call, callee in module.calls():
-        for given, inner in zip(call.inputs, callee.inputs, strict=True):
-            if given in tables:
-                tables.add(inner)
+    """Values that come from ``rotary_table`` and go to rope alone, followed into the functions they are passed to.
+
+    They are stored as rope kernels read them; a table that anything else reads is an ordinary tensor.
+    """
+    links = [pair for call, callee in module.calls() for pair in zip(call.inputs, callee.inputs, strict=True)]
+    tables = {v for g in module.functions.values() for n in g.nodes if n.op == "rotary_table" for v in n.outputs}
+    tables |= {inner for given, inner in links if given in tables}
+    plain = {v for g in module.functions.values() for v in g.outputs}
+    ropes = ("rope", "qkv_rope_write")
     for graph in module.functions.values():
-        tables |= {v for n in graph.nodes if n.op == "rotary_table" for v in n.outputs}
+        plain |= {v for n in graph.nodes if n.op not in (*ropes, "call") for v in n.operands}
+    plain &= tables
+    while grown := {v for pair in links if not plain.isdisjoint(pair) for v in pair if v is not None} & tables - plain:
+        plain |= grown
+    for graph in module.functions.values():
         for node in graph.nodes:
-            allowed = node.op in ("rope", "qkv_rope_write", "call")
-            bad = [v for v in node.operands if v in tables and not allowed]
-            if bad:
-                raise UnsupportedByTarget(f"@{graph.name}: {node!r} uses rotary table %{bad[0].name} outside of rope")
-    return tables
+            if node.op in ropes and (both := [v for v in node.operands if v in plain]):
+                raise UnsupportedByTarget(
+                    f"@{graph.name}: {node!r} rotates by %{both[0].name}, which is used outside of rope as well; "
+                    "compile with --optimization-level 0"
+                )
+    return tables - plain
 
 
 def emit_call(e: FunctionEmitter, node: Node) -> None:
@@ -267,37 +264,11 @@ def emit_call(e: FunctionEmitter, node: Node) -> None:
     e.sync()
 
 
-def emit_aten(e: FunctionEmitter, node: Node) -> None:
-    """An opaque operator: the host runs it from rank 0 while the team waits."""
-    inputs = []
-    pointers = []
-    for value in node.operands:
-        if isinstance(value.type, StateType | StepType):
-            raise UnsupportedByTarget(f"@{e.graph.name}: opaque {node.text('target')} cannot take a {value.type}")
-        ref = e.dense(value)
-        pointers.append(ref.pointer)
-        inputs.append((value.dtype, tuple(str(d) for d in value.shape)))
-    outputs = []
-    for value in node.outputs:
-        pointers.append(e.ref(value).pointer)
-        outputs.append((value.dtype, tuple(str(d) for d in value.shape)))
-    call = HostCall(
-        node.text("target"), json_template(node.attr("args")), json_template(node.attr("kwargs", ())), tuple(inputs),
-        tuple(outputs), f"@{e.graph.name} {node.origin.path}".strip(),
-    )  # fmt: skip
-    e.program.host_calls.append(call)
-    e.line(f"if (team.rank == 0) {{ const void* a[] = {{{', '.join(pointers) or 'nullptr'}}}; c.host({len(e.program.host_calls) - 1}, a); }}")
-    e.sync()
-    e.note(node, "host")
+def emit_group(e: FunctionEmitter, node: Node) -> None:
+    """A group: one generated loop, or one host call where it is made of opaque operators."""
+    from compilerllm.kernels.cpu.emit_ops import group
 
-
-def json_template(item: Attr) -> object:
-    """An argument template of an ``aten`` node as JSON."""
-    if isinstance(item, tuple):
-        return [json_template(i) for i in item]
-    if isinstance(item, bool | int | float | str):
-        return item
-    return f"dim:{item}"
+    (emit_opaque if is_opaque(e.module.functions[node.fn]) else group)(e, node)
 
 
 def emit_program(module: Module) -> Program:
@@ -311,7 +282,7 @@ def emit_program(module: Module) -> Program:
     groups, tables = state_groups(module), find_tables(module)
     program.params += [p.name for p in main.params]
     program.states += [v.name for v in main.states]
-    emitters = {**EMITTERS, "call": emit_call, "aten": emit_aten}
+    emitters = {**EMITTERS, "call": emit_call, "aten": emit_opaque, "group": emit_group}
     called = dict.fromkeys(callee.name for _, callee in module.calls())
     parts = [FunctionEmitter(module, module.functions[name], program, groups, tables).emit(emitters) for name in called]
     parts.append(FunctionEmitter(module, main, program, groups, tables).emit(emitters))

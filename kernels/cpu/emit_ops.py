@@ -1,8 +1,9 @@
 """How each op becomes C++: a template of ``csrc`` with constant dims, or a generated loop. One function an op."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from compilerllm.ir.dims import product
+from compilerllm.ir.dims import dim, product
 from compilerllm.ir.graph import Node, Value
 from compilerllm.ir.types import DTYPE_BYTES
 from compilerllm.kernels.cpu.emit import FunctionEmitter
@@ -202,12 +203,33 @@ def rotary_table(e: FunctionEmitter, node: Node) -> None:
         emit_copy(e, Ref(pointer, "i32", positions.shape, dense_strides(positions.shape), positions), ref)
         e.sync()
     rounds = "true" if cos.dtype == "bf16" else "false"
+    half = c_dim(freq.shape[0])
+    # A table that is read by more than rope is spread out to an ordinary tensor afterwards.
+    tables = [e.ref(v).pointer if v in e.tables else e.scratch(dim(positions.tensor.numel * freq.shape[0] * 4), "float") for v in (cos, sin)]
     e.line(
-        f"rope_table(team, {e.ref(cos).pointer}, {e.ref(sin).pointer}, {pointer}, {c_dim(positions.tensor.numel)}, "
-        f"{e.dense(freq).pointer}, {c_dim(freq.shape[0])}, {c_number(node.number('scaling', 1.0))}f, {rounds});"
+        f"rope_table(team, {tables[0]}, {tables[1]}, {pointer}, {c_dim(positions.tensor.numel)}, "
+        f"{e.dense(freq).pointer}, {half}, {c_number(node.number('scaling', 1.0))}f, {rounds});"
     )
     e.sync()
+    for value, table in zip((cos, sin), tables, strict=True):
+        if value not in e.tables:
+            _spread(e, node, value, table)
     e.note(node, "rope_table")
+
+
+def _spread(e: FunctionEmitter, node: Node, value: Value, table: str) -> None:
+    """A rotary table [.., half] as the tensor [.., width] that the op gives."""
+    lead, half = value.shape[:-1], present(node, 1).shape[0]
+    rows = dense_strides((*lead, half))[:-1]
+    layout = node.text("layout")
+    shape, strides = {
+        "half": ((*lead, 2, half), (*rows, 0, 1)),
+        "repeat": ((*lead, half, 2), (*rows, 1, 0)),
+        "half_width": ((*lead, half), (*rows, 1)),
+    }[layout]
+    to = replace(e.ref(value), shape=shape, strides=dense_strides(shape))
+    emit_copy(e, to, Ref(table, "f32", shape, strides, value))
+    e.sync()
 
 
 def rope_style(node: Node) -> str:

@@ -132,6 +132,6 @@ class HostProgram:
 def load_package(path: Path) -> Any:
     """Code that AOTInductor compiled, by torch's C++ loader: neither Inductor nor a compiler is needed."""
     try:
-        return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)  # type: ignore[attr-defined]
+        return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
     except RuntimeError as error:
         raise ArtifactError(f"{path.name} of the artifact cannot be loaded: {error}. Delete {path.parent} to build it again.") from error

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from compilerllm.compiler import CompileRequest, artifact_key, build
-from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.loading import load_compiled
+from compilerllm.passes.errors import NotServable
 
 from ..models.tiny import OPAQUE, tiny_model
 from .serving import compile_and_load, teacher_forced
 
 LENGTHS = (40, 7, 21)
-# Together, then decode, the last steps with a single token; no step in which T is S alone.
+# Together, then decode, the last step with a single token: compiled code must not have taken 1 for a constant.
 MIXED = [(20, 5, 13), (10, 1, 7), (1, 1, 1), (8, 0, 0), (1, 0, 0)]
 
 
@@ -57,12 +57,14 @@ def test_served_with_torch(tiny: tuple[Any, Path]) -> None:
     assert len(calls) == expected[reference.config.model_type]
 
 
-def test_head_sizes_that_differ_are_refused(tmp_path: Path) -> None:
-    """The cache keeps k and v of one size; the error names both."""
-    tiny_model("deepseek_v3", v_head_dim=8).save_pretrained(tmp_path)
-    with pytest.raises(Exception, match="") as caught:
-        compile_and_load(tmp_path, dtype="float32", level=2)
-    print(type(caught.value), caught.value)
+def test_values_narrower_than_keys_are_served_and_wider_ones_refused(tmp_path: Path) -> None:
+    """DeepSeek's keys are 192 wide and its values 128; one state holds both, at the keys' width."""
+    narrow = tiny_model("deepseek_v3", v_head_dim=8)
+    narrow.save_pretrained(tmp_path / "narrow")
+    compare(narrow, compile_and_load(tmp_path / "narrow", dtype="float32", level=2))
+    tiny_model("deepseek_v3", v_head_dim=24).save_pretrained(tmp_path / "wide")
+    with pytest.raises(NotServable, match=r"values wider \(24\) than keys \(16\)"):
+        compile_and_load(tmp_path / "wide", dtype="float32", level=2)
 
 
 @pytest.mark.slow

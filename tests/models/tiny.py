@@ -59,13 +59,21 @@ MORE: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 128, "word_embed_proj_dim": 64,
     }, "phi": _COMMON | {"num_key_value_heads": 4}, "smollm3": _COMMON | {"no_rope_layers": [1, 1, 0]},
 }  # fmt: skip
+# What keeps opaque operators when captured: gptj's rotary embedding, the routing and rotation of deepseek_v3.
+OPAQUE: dict[str, dict[str, Any]] = {
+    "gptj": {"vocab_size": 97, "n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 128, "n_inner": 96},
+    "deepseek_v3": _COMMON | {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                              "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24,
+                              "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 1},
+}  # fmt: skip
 EXPERTS = {"mixtral": 3, "qwen3_moe": 2, "gpt_oss": 3}
 
 
-def tiny_config(name: str) -> Any:
+def tiny_config(name: str, **changed: Any) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(name, **(MORE[name] if name in MORE else TINY[name].values))
+    values = (MORE | OPAQUE)[name] if name in MORE or name in OPAQUE else TINY[name].values
+    return AutoConfig.for_model(name, **(values | changed))
 
 
 @functools.cache
@@ -76,11 +84,11 @@ def captured(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return capture(tiny_config(name), dtype)
 
 
-def tiny_model(name: str, *, seed: int = 0) -> Any:
-    """Random weights in float32, spread enough that tokens differ, norms and biases included."""
+def tiny_model(name: str, *, seed: int = 0, **changed: Any) -> Any:
+    """Random weights in float32, spread enough that tokens differ, norms and biases included. ``changed``: of the configuration."""
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(name)
+    config = tiny_config(name, **changed)
     torch.manual_seed(seed)
     factory: Any = AutoModelForCausalLM
     model = factory.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
