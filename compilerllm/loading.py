@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compilerllm.artifact import read_manifest
 from compilerllm.checkpoint import locate
@@ -11,10 +11,12 @@ from compilerllm.compiler import CompileRequest, Found, OnStage, ensure_artifact
 from compilerllm.config import EngineConfig
 from compilerllm.environment import num_threads
 from compilerllm.errors import CompilerLLMError
-from compilerllm.ir.step import Executable
+from compilerllm.ir.recipe import parse_recipe
+from compilerllm.ir.step import Bucket, Executable
 from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.launch.errors import WeightError
-from compilerllm.kernels.launch.weights import SourceSpec
+from compilerllm.kernels.launch.packing import dense_bytes
+from compilerllm.kernels.launch.weights import SourceSpec, execute
 from compilerllm.runtime.memory import available_memory
 from compilerllm.runtime.messages import ModelFacts
 
@@ -71,7 +73,7 @@ def load_compiled(artifact: Path, place: Path) -> "CompiledModel | ReferenceMode
     spec = SourceSpec.from_json(manifest["source"] | {"path": str(place)})
     if manifest["level"] == 0:
         return load_reference(artifact, manifest, spec)
-    need = sum(_nbytes(p["dtype"], p["shape"]) for p in manifest["parameters"])
+    need = sum(dense_bytes(p["dtype"], p["shape"]) for p in manifest["parameters"])
     free = available_memory()
     if need > free:
         raise ModelDoesNotFit(
@@ -81,21 +83,19 @@ def load_compiled(artifact: Path, place: Path) -> "CompiledModel | ReferenceMode
     return CompiledModel.load(artifact, spec.open())
 
 
-def load_reference(artifact: Path, manifest: dict[str, object], spec: SourceSpec) -> "ReferenceModel":
-    """Level O0: the served module through plain torch operators, for debugging."""
-    from compilerllm.ir.recipe import parse_recipe
-    from compilerllm.ir.step import Bucket
+def load_reference(artifact: Path, manifest: dict[str, Any], spec: SourceSpec) -> "ReferenceModel":
+    """Level O0: the served module through plain torch operators, for debugging. Imports what a warm server must not."""
     from compilerllm.ir.text import parse_module
-    from compilerllm.kernels.launch.weights import execute
     from compilerllm.kernels.reference.model import ReferenceModel
 
     source = spec.open()
     path = artifact / "module.ir"
     module = parse_module(path.read_text(), str(path))
-    parameters: list[dict[str, str]] = manifest["parameters"]  # type: ignore[assignment]
-    params = {p["name"]: execute(parse_recipe(p["recipe"]), source, name=p["name"]) for p in parameters}
-    buckets = tuple(Bucket(**b) for b in manifest["buckets"])  # type: ignore[attr-defined]
-    return ReferenceModel(module, params, max_model_len=int(str(manifest["max_model_len"])), buckets=buckets)
+    params = {
+        p["name"]: execute(parse_recipe(p["recipe"]), source, name=p["name"]) for p in manifest["parameters"]
+    }
+    buckets = tuple(Bucket(**b) for b in manifest["buckets"])
+    return ReferenceModel(module, params, max_model_len=manifest["max_model_len"], buckets=buckets)
 
 
 def memory_line(model: "CompiledModel | ReferenceModel") -> str:
@@ -103,13 +103,3 @@ def memory_line(model: "CompiledModel | ReferenceModel") -> str:
     if isinstance(model, CompiledModel):
         return f"weights {model.weight_bytes / 2**20:,.0f} MiB, intermediate values {model.program.arena_bytes / 2**20:,.0f} MiB"
     return "reference operators, not planned"
-
-
-def _nbytes(dtype: str, shape: list[int]) -> int:
-    """Bytes of a stored parameter, padding left out."""
-    count = 1
-    for extent in shape:
-        count *= extent
-    per_block = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
-    widths = {"f64": 8, "i64": 8, "f32": 4, "i32": 4, "bf16": 2, "f16": 2, "i16": 2}
-    return count // 32 * per_block[dtype] if dtype in per_block else count * widths.get(dtype, 1)

@@ -22,12 +22,13 @@ from compilerllm.ir.dims import symbol
 from compilerllm.ir.graph import DimDecl, Module
 from compilerllm.ir.recipe import Read
 from compilerllm.ir.types import TensorType
+from compilerllm.kernels.launch.dtypes import IR_DTYPES
 from compilerllm.models import interfaces
 from compilerllm.models.errors import CaptureError, ModelError, UnknownArchitecture, first_line
 from compilerllm.models.kinds import LayerPlan, one_of_each, plan_layers, restore_buffers
 from compilerllm.models.lower import Source
 from compilerllm.models.opset import ops
-from compilerllm.models.shapes import DTYPES, Shapes, bounds
+from compilerllm.models.shapes import Shapes, bounds
 from compilerllm.models.stitch import stitch
 from compilerllm.models.swaps import Swaps, swapped
 
@@ -118,7 +119,7 @@ def parameter_types(model: nn.Module) -> tuple[dict[str, TensorType], dict[str, 
             tied[name] = first[id(tensor)]
         else:
             first[id(tensor)] = name
-        types[name] = TensorType(DTYPES[tensor.dtype], tuple(tensor.shape))
+        types[name] = TensorType(IR_DTYPES[tensor.dtype], tuple(tensor.shape))
     return types, tied
 
 

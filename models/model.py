@@ -7,13 +7,13 @@ from typing import Any
 from compilerllm.ir.graph import Module
 from compilerllm.ir.recipe import Read, Recipe
 from compilerllm.ir.types import TensorType
+from compilerllm.kernels.launch.dtypes import IR_DTYPES
 from compilerllm.kernels.launch.files import GgufFile
 from compilerllm.kernels.launch.weights import SourceSpec, WeightSource
 from compilerllm.models.capture import Captured, build_skeleton, capture, parameter_types
 from compilerllm.models.facts import ModelFacts, generation_config, model_facts
 from compilerllm.models.gguf_names import gguf_table
 from compilerllm.models.resolve import ResolvedCheckpoint
-from compilerllm.models.shapes import DTYPES
 from compilerllm.models.tokenizer import gguf_generation
 from compilerllm.models.weights import Names, conversion_table
 
@@ -49,7 +49,7 @@ def capture_checkpoint(checkpoint: ResolvedCheckpoint, *, keep_packed: bool = Fa
     )
     captured = capture(checkpoint.config, checkpoint.dtype, packed=packed, skeleton=skeleton)
     generation = _generation(checkpoint)
-    dtype = DTYPES[checkpoint.dtype]
+    dtype = IR_DTYPES[checkpoint.dtype]
     facts = model_facts(checkpoint.name, checkpoint.config, dtype, _windows(captured.module), generation)
     return CapturedModel(captured.module, facts, names, spec, captured)
 

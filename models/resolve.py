@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import torch
 
+from compilerllm.kernels.launch.errors import NotOnHub
 from compilerllm.kernels.launch.files import GgufFile
+from compilerllm.kernels.launch.hub import download
 from compilerllm.kernels.launch.weights import SourceSpec
 from compilerllm.models.errors import (
     CheckpointNotFound,
@@ -25,7 +27,6 @@ _DTYPES = {
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
 }  # fmt: skip
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,27 +157,7 @@ def _download(name: str, revision: str | None) -> Path:
     """A hub model's folder in the local cache, downloaded where it is not there yet."""
     if not _HUB_ID.match(name):
         raise CheckpointNotFound(f"{name} is no folder, no file and no hub id (org/name); check the path")
-    import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_HUB_FILES)))
-    except GatedRepoError as error:
-        raise CheckpointNotFound(
-            f"{name} needs its licence accepted on the hub, and HF_TOKEN set to a token of yours"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointNotFound(
-            f"{name} is no folder here and no model on the hub (or a private one: set HF_TOKEN)"
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
-        raise CheckpointNotFound(
-            f"{name} is no folder here, is not in the hub's local cache, and the hub cannot be reached "
-            f"({type(error).__name__}); give a local folder, or connect and try again"
-        ) from error
+        return download(name, revision)
+    except NotOnHub as error:
+        raise CheckpointNotFound(str(error)) from error

@@ -5,8 +5,8 @@ from typing import Any
 from torch import fx
 
 from compilerllm.ir.graph import Value
+from compilerllm.kernels.launch.dtypes import IR_DTYPES
 from compilerllm.models.lower import Lowering, Result, rule
-from compilerllm.models.shapes import DTYPES
 
 
 @rule("aten.embedding.default")
@@ -107,7 +107,7 @@ def _our_layer_norm(low: Lowering, node: fx.Node) -> Result | None:
 @rule("compilerllm.rotary_table.default")
 def _rotary_table(low: Lowering, node: fx.Node) -> Result | None:
     positions, frequencies, layout, dtype, scaling = (low.arg(node, i) for i in range(len(node.args)))
-    attrs: dict[str, Any] = {"layout": layout, "dtype": DTYPES[dtype]}
+    attrs: dict[str, Any] = {"layout": layout, "dtype": IR_DTYPES[dtype]}
     if scaling != 1.0:
         attrs["scaling"] = scaling
     cos, sin = low.b.emit_many(

@@ -8,21 +8,17 @@ import torch
 
 from compilerllm.ir.dims import Dim, FloorDiv, dim, symbol
 from compilerllm.ir.types import TensorType
+from compilerllm.kernels.launch.dtypes import IR_DTYPES
 from compilerllm.models.errors import UnsupportedOperator
-
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
-}  # fmt: skip
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Its IR name. Raises ``UnsupportedOperator`` for complex, quantised and 8-bit float types."""
-    if dtype not in DTYPES:
+    if dtype not in IR_DTYPES:
         raise UnsupportedOperator(
             f"tensors of {dtype} have no place in the IR; convert them to a float or integer type"
         )
-    return DTYPES[dtype]
+    return IR_DTYPES[dtype]
 
 
 class Shapes:

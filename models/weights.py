@@ -29,11 +29,9 @@ from compilerllm.ir.recipe import (
     sources,
 )
 from compilerllm.ir.types import TensorType
+from compilerllm.kernels.launch.dtypes import IR_DTYPES, TORCH_DTYPES
 from compilerllm.kernels.launch.weights import WeightSource
 from compilerllm.models.errors import WeightMismatch
-from compilerllm.models.shapes import DTYPES
-
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Names:
@@ -191,7 +189,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[Tensor, Recipe]] = {}  # the tensor is kept so that its id stays its own
 
     def start(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = torch.empty(shape, dtype=_TORCH.get(dtype, torch.uint8), device="meta")
+        tensor = torch.empty(shape, dtype=TORCH_DTYPES.get(dtype, torch.uint8), device="meta")
         self._known[id(tensor)] = (tensor, Read(name))
         return tensor
 
@@ -243,7 +241,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note(result, source)
             case "aten._to_copy.default":
                 same = result.dtype == x.dtype
-                self._note(result, source if same else Convert(source, DTYPES[result.dtype]))
+                self._note(result, source if same else Convert(source, IR_DTYPES[result.dtype]))
             case "aten.split.Tensor" | "aten.split_with_sizes.default":
                 axis, start = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % x.dim(), 0
                 for piece in result:

@@ -110,18 +110,14 @@ def view(node: Node, source: Ref) -> Ref | None:
         case "reshape":
             return _reshape(source, out.shape)
         case "permute":
-            order = [int(i) for i in node.attrs["order"]]  # type: ignore[union-attr]
-            return replace(source, shape=out.shape, strides=tuple(source.strides[i] for i in order))
+            strides = tuple(source.strides[i] for i in node.integers("order"))
+            return replace(source, shape=out.shape, strides=strides)
         case "slice":
             axis = node.integer("axis") % len(source.shape)
-            start, step = node.attrs["start"], node.integer("step", 1)
+            start, step = node.dimension("start"), node.integer("step", 1)
             strides = tuple(dim(s * step) if i == axis else s for i, s in enumerate(source.strides))
-            return replace(
-                source,
-                shape=out.shape,
-                strides=strides,
-                offset=dim(source.offset + start * source.strides[axis]),
-            )  # type: ignore[operator]
+            offset = dim(source.offset + start * source.strides[axis])
+            return replace(source, shape=out.shape, strides=strides, offset=offset)
         case "expand":
             lead = len(out.shape) - len(source.shape)
             own: tuple[Dim, ...] = tuple(
@@ -139,7 +135,7 @@ def _reshape(source: Ref, shape: tuple[Dim, ...]) -> Ref | None:
     old = [(e, s) for e, s in zip(source.shape, source.strides, strict=True) if e != 1]
     strides: list[Dim] = []
     at = 0
-    pending = [d for d in shape]
+    pending = list(shape)
     while pending:
         extent = pending.pop(0)
         if extent == 1:

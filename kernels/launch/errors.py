@@ -21,3 +21,7 @@ class MissingTensor(WeightError):
 
 class WrongShape(WeightError):
     """A tensor, or the result of a recipe, with another shape or dtype than the model needs."""
+
+
+class NotOnHub(WeightError):
+    """A model that the hub does not have, does not give to this user, or cannot be asked for."""

@@ -21,9 +21,11 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     13: ("q5_k", 256, 176), 14: ("q6_k", 256, 210), 24: ("i8", 1, 1), 25: ("i16", 1, 2), 26: ("i32", 1, 4),
     27: ("i64", 1, 8), 28: ("f64", 1, 8), 30: ("bf16", 1, 2),
 }  # fmt: skip
+# Block types: (weights a block, bytes a block).
+BLOCKS = {name: (weights, size) for name, weights, size in GGML_TYPES.values() if weights > 1}
 _SAFETENSORS_TYPES = {
-    "F64": ("f64", 8), "F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2), "I64": ("i64", 8), "I32": ("i32", 4),
-    "I16": ("i16", 2), "I8": ("i8", 1), "U8": ("u8", 1), "BOOL": ("bool", 1),
+    "F64": "f64", "F32": "f32", "F16": "f16", "BF16": "bf16", "I64": "i64", "I32": "i32", "I16": "i16", "I8": "i8",
+    "U8": "u8", "BOOL": "bool",
 }  # fmt: skip
 # GGUF's metadata types: struct code and bytes; 8 is a string, 9 an array.
 _SCALARS = {
@@ -73,7 +75,7 @@ def read_safetensors(path: Path) -> tuple[mmap.mmap, dict[str, TensorInfo]]:
         tensors = {}
         for name, entry in entries.items():
             begin, end = entry["data_offsets"]
-            dtype = _SAFETENSORS_TYPES.get(entry["dtype"], (str(entry["dtype"]).lower(), 0))[0]
+            dtype = _SAFETENSORS_TYPES.get(entry["dtype"], str(entry["dtype"]).lower())
             tensors[name] = TensorInfo(
                 name, dtype, tuple(entry["shape"]), path, 8 + size + begin, end - begin
             )

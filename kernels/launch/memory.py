@@ -1,5 +1,6 @@
 """Memory that kernels read: one anonymous mapping with huge pages asked for, cut into 64-byte aligned pieces."""
 
+import contextlib
 import ctypes
 import mmap
 
@@ -23,9 +24,7 @@ class Region:
         except (OSError, ValueError) as error:
             raise ArtifactError(f"cannot reserve {self.size / 2**20:,.0f} MiB for {what}: {error}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without huge pages serves small ones, only slower
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # a kernel without huge pages serves small ones, only slower
-                pass
         self.buffer = (ctypes.c_char * self.size).from_buffer(self._map)
         self.address = ctypes.addressof(self.buffer)

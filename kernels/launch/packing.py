@@ -1,18 +1,18 @@
 """From recipes to memory that kernels read: executes each parameter once, packs it where its recipe says so."""
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from compilerllm.ir.recipe import Recipe, Relayout, parse_recipe, print_recipe
 from compilerllm.kernels.errors import ArtifactError
-from compilerllm.kernels.launch.aten import DTYPES
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
+from compilerllm.kernels.launch.files import BLOCKS
 from compilerllm.kernels.launch.library import LAYOUTS, Library
 from compilerllm.kernels.launch.memory import Region, aligned
-
-QUANTIZED_ROW_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}  # bytes of 32 weights
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,17 @@ class ParameterSpec:
         return f"{self.dtype}{list(self.shape)} {print_recipe(self.recipe)}"
 
 
+def dense_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a parameter as it comes out of the loader, before packing; block types in whole blocks."""
+    weights, size = BLOCKS.get(dtype) or (1, TORCH_DTYPES[dtype].itemsize)
+    return math.prod(shape) // weights * size
+
+
 def stored_bytes(spec: ParameterSpec, library: Library) -> int:
-    """Bytes the parameter takes in memory."""
+    """Bytes the parameter takes in memory, padding of its layout included."""
     base, experts, _ = split_layout(spec.layout)
     if not base:
-        count = 1
-        for extent in spec.shape:
-            count *= extent
-        if spec.dtype in QUANTIZED_ROW_BYTES:
-            return count // 32 * QUANTIZED_ROW_BYTES[spec.dtype]
-        return count * DTYPES[spec.dtype].itemsize
+        return dense_bytes(spec.dtype, spec.shape)
     if experts:
         return spec.shape[0] * library.packed_bytes(base, spec.shape[1], spec.shape[2])
     return library.packed_bytes(base, spec.shape[0], spec.shape[1])
@@ -105,23 +106,21 @@ def store(
     recipe = spec.recipe.source if isinstance(spec.recipe, Relayout) else spec.recipe
     tensor = read(recipe).contiguous()
     base, experts, gated = split_layout(spec.layout)
-    quantized = spec.dtype in QUANTIZED_ROW_BYTES
+    quantized = spec.dtype in BLOCKS
     if not quantized:
         if tuple(tensor.shape) != spec.shape:
             raise ArtifactError(
                 f"parameter {spec.name} must be {list(spec.shape)}, but the checkpoint gives {list(tensor.shape)}: "
                 "the artifact was built for another model; rebuild it"
             )
-        tensor = tensor.to(DTYPES[spec.dtype])
+        tensor = tensor.to(TORCH_DTYPES[spec.dtype])
     if gated and not base:  # a bias in the order of its weight's panels
         tensor = tensor.view(2, -1, 16).transpose(0, 1).contiguous()
     if not base:
         torch_copy(tensor, address)
         return
     rows, columns = spec.shape[-2], spec.shape[-1]
-    row_bytes = (
-        columns // 32 * QUANTIZED_ROW_BYTES[spec.dtype] if quantized else columns * tensor.element_size()
-    )
+    row_bytes = dense_bytes(spec.dtype, (columns,))
     matrix_bytes = library.packed_bytes(base, rows, columns)
     for expert in range(spec.shape[0] if experts else 1):
         source = tensor.data_ptr() + expert * rows * row_bytes

@@ -13,6 +13,10 @@ from compilerllm.kernels.launch.aten import HostProgram
 from compilerllm.kernels.launch.library import HOST_FN, Ctx, Library, StepArgs
 from compilerllm.kernels.launch.memory import Region
 
+_STEP_ARRAYS = (
+    "token_ids", "positions", "query_start", "seq_lens", "slots", "sample_rows", "adapter_id", "block_tables",
+)  # fmt: skip
+
 
 class CpuProgram:
     """One entry point of a library with its pointers bound.
@@ -21,7 +25,9 @@ class CpuProgram:
     bucket arena bytes, offsets and scratch offsets. ``folder`` holds the packages that host calls name.
     """
 
-    def __init__(self, library: Library, spec: Mapping[str, Any], threads: int, folder: Path | None = None) -> None:
+    def __init__(
+        self, library: Library, spec: Mapping[str, Any], threads: int, folder: Path | None = None
+    ) -> None:
         self.library, self.threads = library, threads
         self.dim_names: list[str] = spec["dims"]
         self.param_names: list[str] = spec["params"]
@@ -79,16 +85,7 @@ class CpuProgram:
 
     def _bind_step(self, step: StepInputs) -> None:
         args = self._step
-        for name in (
-            "token_ids",
-            "positions",
-            "query_start",
-            "seq_lens",
-            "slots",
-            "sample_rows",
-            "adapter_id",
-            "block_tables",
-        ):
+        for name in _STEP_ARRAYS:
             array = getattr(step, name)
             if array.dtype != np.int32 or not array.flags.c_contiguous:
                 raise ArtifactError(f"step input {name} must be contiguous int32, but is {array.dtype}")
@@ -103,7 +100,7 @@ class CpuProgram:
         try:
             count = len(program.inputs) + len(program.outputs)
             program.run([addresses[i] or 0 for i in range(count)], self._dims)
-        except BaseException as error:  # raised again by run(), on the caller's side of the C frame
+        except BaseException as error:  # noqa: BLE001 - raised again by run(), on the caller's side of the C frame
             error.add_note(f"in {program.where}")
             self._failure = error
 

@@ -1,6 +1,7 @@
 """The sampling program's launcher: tables by slot in numpy arrays that the library reads and advances in place."""
 
 import ctypes as C
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,7 @@ class Sampler:
         return result
 
 
-def _address(array: "np.ndarray | None") -> int | None:  # type: ignore[type-arg]
+def _address(array: Any) -> int | None:
     return None if array is None else array.ctypes.data
 
 

@@ -27,15 +27,10 @@ from compilerllm.ir.recipe import (
     Shift,
     Slice,
 )
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.errors import MissingFile, MissingTensor, WeightError, WrongShape
-from compilerllm.kernels.launch.files import GGML_TYPES, GgufFile, TensorInfo, read_safetensors
+from compilerllm.kernels.launch.files import BLOCKS, GgufFile, TensorInfo, read_safetensors
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
-    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
-}  # fmt: skip
-# Block types: (weights a block, bytes a block).
-BLOCKS = {name: (weights, size) for name, weights, size in GGML_TYPES.values() if weights > 1}
 _CHUNK = 1 << 22  # weights dequantised at a time: bounds the memory beside the result
 
 

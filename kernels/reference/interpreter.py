@@ -15,6 +15,7 @@ from compilerllm.ir.dims import Dim, free_dims, print_dim, substitute
 from compilerllm.ir.graph import Graph, Module, Node, Value, join_name, state_name
 from compilerllm.ir.step import StepInputs
 from compilerllm.ir.types import StepType, TensorType
+from compilerllm.kernels.launch.dtypes import IR_DTYPES
 from compilerllm.kernels.reference import registry
 from compilerllm.kernels.reference.collective import Collective
 from compilerllm.kernels.reference.errors import MissingParam, ParamMismatch, ResultMismatch, UnboundDim
@@ -107,7 +108,9 @@ class Interpreter:
                     self.module.functions[node.fn], operands, prefix, suffix, states, step
                 )
             elif node.op == "all_reduce" and self.collective is not None:
-                results = self.collective.all_reduce(operands[0], node.text("axis"))  # type: ignore[arg-type]
+                part = operands[0]
+                assert isinstance(part, Tensor)
+                results = self.collective.all_reduce(part, node.text("axis"))
             else:
                 attrs = plan.attrs[index]
                 if attrs is None:
@@ -226,7 +229,7 @@ def _check_results(graph: Graph, node: Node, results: tuple[Any, ...], binding: 
         raise ResultMismatch(f"@{graph.name}: {node!r} gives {len(results)} values, not {len(node.outputs)}")
     for value, result in zip(node.outputs, results, strict=True):
         want = tuple(_number(extent, binding, node) for extent in value.shape)
-        if tuple(result.shape) != want or registry.IR_DTYPES.get(result.dtype) != value.dtype:
+        if tuple(result.shape) != want or IR_DTYPES.get(result.dtype) != value.dtype:
             raise ResultMismatch(
                 f"@{graph.name}: {node!r} gives {result.dtype} {list(result.shape)}, "
                 f"but %{value.name} is {value.type} = {list(want)}"
@@ -240,5 +243,5 @@ def _check_param(name: str, type: TensorType, given: Tensor) -> None:
                 f"parameter {name} : {type} takes {type.nbytes} bytes, "
                 f"but {given.dtype} {list(given.shape)} is given"
             )
-    elif registry.IR_DTYPES.get(given.dtype) != type.dtype or tuple(given.shape) != type.shape:
+    elif IR_DTYPES.get(given.dtype) != type.dtype or tuple(given.shape) != type.shape:
         raise ParamMismatch(f"parameter {name} : {type} is given as {given.dtype} {list(given.shape)}")

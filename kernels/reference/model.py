@@ -9,10 +9,11 @@ from torch import Tensor
 
 from compilerllm.ir.graph import Module
 from compilerllm.ir.step import Bucket, Sampled, SampleRows, SamplingTables, StateGroup, StepInputs
+from compilerllm.kernels.launch.sampling import empty_tables
 from compilerllm.kernels.reference.collective import Collective
 from compilerllm.kernels.reference.errors import ReferenceFailure
 from compilerllm.kernels.reference.interpreter import Interpreter
-from compilerllm.kernels.reference.sampling import empty_tables, sample
+from compilerllm.kernels.reference.sampling import sample
 from compilerllm.kernels.reference.states import BLOCK_SIZE, State, Step, allocate_states, state_groups
 
 

@@ -9,8 +9,6 @@ from functools import cache
 from importlib import import_module
 from typing import Any, TypeVar
 
-import torch
-
 from compilerllm.kernels.reference.errors import MissingReference
 
 Reference = Callable[..., Any]
@@ -18,12 +16,6 @@ _F = TypeVar("_F", bound=Reference)
 
 # Ops that are control flow of the interpreter, not computation.
 STRUCTURAL = frozenset({"call", "group"})
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
-    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
-}  # fmt: skip
-IR_DTYPES: dict[torch.dtype, str] = {v: k for k, v in TORCH_DTYPES.items()}
 
 _TABLE: dict[str, Reference] = {}
 

@@ -30,22 +30,6 @@ Floats = npt.NDArray[np.float32]
 Wide = npt.NDArray[np.float64]
 
 
-def empty_tables(slots: int) -> SamplingTables:
-    """Tables of ``slots`` greedy requests without penalties."""
-
-    def floats(value: float) -> Floats:
-        return np.full(slots, value, np.float32)
-
-    def whole() -> npt.NDArray[np.int32]:
-        return np.zeros(slots, np.int32)
-
-    return SamplingTables(
-        temperature=floats(0), top_k=whole(), top_p=floats(1), min_p=floats(0), repetition_penalty=floats(1),
-        presence_penalty=floats(0), frequency_penalty=floats(0), seed=np.zeros(slots, np.uint64),
-        draws=np.zeros(slots, np.int64), last_token=whole(), prompt_counts=None, output_counts=None,
-    )  # fmt: skip
-
-
 def sample(logits: Floats, rows: SampleRows, tables: SamplingTables) -> Sampled:
     """Choose a token for each row of logits [R, V]; writes ``last_token``, ``draws`` and ``output_counts``.
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from compilerllm.ir.graph import Module
 from compilerllm.ir.step import StateGroup, StepInputs
 from compilerllm.ir.types import StateType
-from compilerllm.kernels.reference.registry import TORCH_DTYPES
+from compilerllm.kernels.groups import group_name, paged_windows
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 
 BLOCK_SIZE = 32  # tokens a block, as in the compiled kernels
 
@@ -21,18 +22,14 @@ def state_groups(module: Module, block_size: int = BLOCK_SIZE) -> tuple[StateGro
     Paged states with the same window share one table; slot states are one group, after the paged ones. The numbers of
     paged groups are the first index of ``StepInputs.block_tables``.
     """
-    paged: dict[int | None, int] = {}
+    paged = dict.fromkeys(paged_windows(module), 0)
     slots = 0
     for _, state in module.state_instances():
         if state.addressing == "paged":
-            window = state.get("window")
-            paged[window] = paged.get(window, 0) + state.bytes_per_unit * block_size
+            paged[state.get("window")] += state.bytes_per_unit * block_size
         else:
             slots += state.bytes_per_unit
-    groups = [
-        StateGroup(f"kv_window_{w}" if w else "kv", "paged", block_size, paged[w], w)
-        for w in sorted(paged, key=lambda w: (w is not None, w or 0))
-    ]
+    groups = [StateGroup(group_name(w), "paged", block_size, size, w) for w, size in paged.items()]
     if slots:
         groups.append(StateGroup("slots", "slot", 0, slots, rollback="none"))
     return tuple(groups)
@@ -66,7 +63,7 @@ def allocate_states(
     module: Module, num_blocks: int, num_slots: int, block_size: int = BLOCK_SIZE
 ) -> dict[str, State]:
     """Every state of the module, by global name. Fresh memory is NaN, so that a read before a write shows."""
-    windows = [g.window for g in state_groups(module, block_size) if g.addressing == "paged"]
+    windows = paged_windows(module)
     states = {}
     for name, type in module.state_instances():
         shape = state_shape(type, num_blocks, num_slots, block_size)

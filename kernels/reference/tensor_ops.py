@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compilerllm.kernels.reference.registry import TORCH_DTYPES, reference
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
+from compilerllm.kernels.reference.registry import reference
 
 Scalar = bool | int | float
 

@@ -40,12 +40,13 @@ def generate(place: Path, count: int = len(PROMPTS)) -> list[dict[str, Any]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     tokenizer = AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name)
-    model = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         place.parent,
         gguf_file=place.name,
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
-    ).eval()
+    )
+    model = loaded.eval()
     model.generation_config.eos_token_id = None  # an end-of-text token is a token like any other here
     results = []
     for prompt in PROMPTS[:count]:

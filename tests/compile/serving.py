@@ -57,10 +57,8 @@ def teacher_forced(
     model: Any, sequences: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]]
 ) -> list[Any]:
     """Logits of every position of every sequence, fed in ``chunks`` (token counts per step and sequence; 0 = sits out)."""
-    tables: list[list[int]] = []
     free = iter([7, 3, 1, 9, 20, 21, 5, 11, 2, 30, 31, 14])  # scattered on purpose
-    for sequence in sequences:
-        tables.append([next(free) for _ in range(-(-len(sequence) // BLOCK))])
+    tables = [[next(free) for _ in range(-(-len(sequence) // BLOCK))] for sequence in sequences]
     at = [0] * len(sequences)
     logits: list[list[Any]] = [[] for _ in sequences]
     for counts in chunks:

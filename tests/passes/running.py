@@ -22,9 +22,9 @@ from compilerllm.ir.recipe import (
 )
 from compilerllm.ir.step import StepInputs
 from compilerllm.ir.types import QUANTIZED_BLOCKS, TensorType
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.reference.collective import Collective
 from compilerllm.kernels.reference.interpreter import Interpreter
-from compilerllm.kernels.reference.registry import TORCH_DTYPES
 from compilerllm.kernels.reference.states import allocate_states, state_groups
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from compilerllm.kernels.cpu import target as targets
+from compilerllm.kernels.launch.machine import host_features
 
 HERE = Path(__file__).resolve().parent
 HEADERS = HERE.parents[2] / "kernels" / "cpu" / "csrc"
 # Names as in the artifact's target, without "cpu-"; the best of this machine first.
-BY_NAME = {t.name.removeprefix("cpu-"): t for t in targets.TARGETS if t.features <= targets.host_features()}
+BY_NAME = {t.name.removeprefix("cpu-"): t for t in targets.TARGETS if t.features <= host_features()}
 TARGETS = list(BY_NAME)
 _WARNINGS = "-shared -Wall -Wextra -Werror -Wno-psabi -Wno-ignored-attributes"
 

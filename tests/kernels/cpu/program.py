@@ -16,11 +16,11 @@ from compilerllm.kernels.cpu.build import build_library
 from compilerllm.kernels.cpu.emit import emit_program
 from compilerllm.kernels.cpu.select import select_layouts
 from compilerllm.kernels.cpu.target import host_target
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.library import Library
 from compilerllm.kernels.launch.packing import ParameterSpec, load_parameters
 from compilerllm.kernels.launch.program import CpuProgram
 from compilerllm.kernels.reference.interpreter import Interpreter
-from compilerllm.kernels.reference.registry import TORCH_DTYPES
 from compilerllm.passes.pipeline import Options, run_pipeline
 
 THREADS = 2

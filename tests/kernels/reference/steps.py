@@ -10,8 +10,8 @@ from compilerllm.ir.dims import substitute
 from compilerllm.ir.graph import Module
 from compilerllm.ir.step import StepInputs
 from compilerllm.ir.types import StepType, TensorType
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.reference.quantized import quantize
-from compilerllm.kernels.reference.registry import TORCH_DTYPES
 
 
 def make_step(

@@ -1,14 +1,16 @@
 """Sampling: Philox against published vectors, each cut against a plain definition, chosen frequencies by chi-square."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from compilerllm.ir.step import Sampled, SampleRows, SamplingTables
+from compilerllm.kernels.launch.sampling import empty_tables
 from compilerllm.kernels.reference.philox import philox4x32, uniform
 from compilerllm.kernels.reference.sampling import (
     cut_weights,
-    empty_tables,
     log_softmax,
     penalised,
     pick,
@@ -42,8 +44,8 @@ def tables_of(slots: int = 1, /, **values: float) -> SamplingTables:
     return tables
 
 
-def draw(logits: npt.NDArray[np.float32], tables: SamplingTables, **rows: object) -> Sampled:
-    return sample(logits.reshape(1, -1), rows_of([0], **rows), tables)  # type: ignore[arg-type]
+def draw(logits: npt.NDArray[np.float32], tables: SamplingTables, **rows: Any) -> Sampled:
+    return sample(logits.reshape(1, -1), rows_of([0], **rows), tables)
 
 
 def softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
