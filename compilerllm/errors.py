@@ -16,9 +16,11 @@ class InvalidParameter(CompilerLLMError):
 class ContextLengthExceeded(InvalidParameter):
     """A prompt, with the tokens asked for, does not fit the model's context."""
 
-    def __init__(self, prompt_tokens: int, max_tokens: int, limit: int) -> None:
+    def __init__(self, prompt_tokens: int, max_tokens: int, limit: int, *, at_least: bool = False) -> None:
+        """``at_least``: the prompt was not counted to its end."""
         super().__init__(
-            f"This model's maximum context length is {limit} tokens, but the request has {prompt_tokens} prompt "
+            f"This model's maximum context length is {limit} tokens, but the request has "
+            f"{'at least ' if at_least else ''}{prompt_tokens} prompt "
             f"tokens and asks for {max_tokens} more. Shorten the prompt, lower max_tokens, or serve with a larger "
             "--max-model-len.",
             "messages",

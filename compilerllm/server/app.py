@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from compilerllm import __version__
@@ -73,6 +74,8 @@ class Service:
     ) -> Response:
         try:
             return await self._answer(request, plan, shape)
+        except ClientDisconnect:  # before the body was whole; nobody reads this
+            return Response(status_code=400)
         except Exception as error:  # noqa: BLE001 - logged if unforeseen; raised, it would cost the connection
             return error_response(error)
 
@@ -118,8 +121,11 @@ class Service:
             )
         # A chat template writes the special tokens itself.
         special = param == "prompt"
-        encoded = [encode_prompt(self.tokenizer, p, add_special_tokens=special, param=param) for p in prompts]
         limit = self.client.ready.max_model_len
+        encoded = [
+            encode_prompt(self.tokenizer, p, add_special_tokens=special, param=param, max_model_len=limit)
+            for p in prompts
+        ]
         fitted = [fit_params(params, len(p.token_ids), limit, param) for p in encoded]
         return Plan(encoded, fitted, asked.cache_salt)
 

@@ -89,7 +89,12 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
         if self.top_logprobs and not self.logprobs:
             raise InvalidParameter("top_logprobs needs logprobs to be true", "top_logprobs")
         _check_top_logprobs(self.top_logprobs)
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        limit = self.max_tokens
+        if self.max_completion_tokens is not None:
+            limit = self.max_completion_tokens
+            if limit < 1:
+                message = f"max_completion_tokens must be at least 1, but is {limit}"
+                raise InvalidParameter(message, "max_completion_tokens")
         return _sampling_params(self, limit, self.top_logprobs if self.logprobs else None, defaults)
 
 
@@ -152,15 +157,17 @@ def _name_field(message: str) -> InvalidParameter:
     if found is None:
         missing = re.search(r"missing required field `(\w+)`", message)
         return InvalidParameter(message, missing[1] if missing else None)
-    what, place = found[1], found[2]
-    what = what.replace("`float`", "a number").replace("`int`", "a whole number").replace("`str`", "a text")
-    what = (
-        what.replace("`bool`", "true or false")
-        .replace("`array`", "a list")
-        .replace("`float | null`", "a number")
-    )
-    what = what.replace("`int | null`", "a whole number").replace("`str | null`", "a text")
+    what, place = re.sub(r"`([\w |]+)`", lambda types: _in_words(types[1]), found[1]), found[2]
     return InvalidParameter(f"{place}: {what[:1].lower()}{what[1:]}", place or None)
+
+
+_WORDS = {"float": "a number", "int": "a whole number", "str": "a text", "bool": "true or false",
+          "array": "a list", "object": "an object"}  # fmt: skip
+
+
+def _in_words(types: str) -> str:
+    """ "str | array | null" is "a text or a list"; what is no list of types stays as it is."""
+    return " or ".join(_WORDS.get(kind, kind) for kind in types.split(" | ") if kind != "null")
 
 
 def _sampling_params(

@@ -30,6 +30,9 @@ class NoTokenizer(Tokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise InvalidParameter("This model has no tokenizer: give the prompt as token ids.", "prompt")
 
+    def fewest_tokens(self, text: str) -> int:
+        return 0
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return ""
 

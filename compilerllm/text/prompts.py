@@ -19,16 +19,25 @@ class Prompt:
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, prompt: object, *, add_special_tokens: bool = True, param: str = "prompt"
+    tokenizer: Tokenizer,
+    prompt: object,
+    *,
+    add_special_tokens: bool = True,
+    param: str = "prompt",
+    max_model_len: int | None = None,
 ) -> Prompt:
     """Read a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}.
 
-    Raises ``InvalidParameter`` for anything else, an empty prompt, or text that is not valid Unicode. Whether ids are
-    in the vocabulary is the engine's to check.
+    Raises ``InvalidParameter`` for anything else, an empty prompt, or text that is not valid Unicode, and
+    ``ContextLengthExceeded`` for a text so long that it need not be encoded to know that ``max_model_len`` tokens do
+    not hold it. Whether ids are in the vocabulary is the engine's to check.
     """
     if isinstance(prompt, dict):
         prompt = _unwrap(prompt, param)
     if isinstance(prompt, str):
+        least = tokenizer.fewest_tokens(prompt)
+        if max_model_len is not None and least >= max_model_len:
+            raise _too_long(least, 1, max_model_len, param, at_least=True)
         encoded = Prompt(prompt, _encode_text(tokenizer, prompt, add_special_tokens, param))
     elif isinstance(prompt, list | tuple):
         encoded = Prompt(None, _check_ids(list(prompt), param))
@@ -71,10 +80,16 @@ def fit_params(params: SamplingParams, prompt_tokens: int, max_model_len: int, p
     """
     wanted = params.max_tokens if params.max_tokens is not None else max(max_model_len - prompt_tokens, 1)
     if prompt_tokens + wanted > max_model_len:
-        error = ContextLengthExceeded(prompt_tokens, wanted, max_model_len)
-        error.param = param
-        raise error
+        raise _too_long(prompt_tokens, wanted, max_model_len, param)
     return params if params.max_tokens == wanted else msgspec.structs.replace(params, max_tokens=wanted)
+
+
+def _too_long(
+    prompt_tokens: int, wanted: int, limit: int, param: str, *, at_least: bool = False
+) -> ContextLengthExceeded:
+    error = ContextLengthExceeded(prompt_tokens, wanted, limit, at_least=at_least)
+    error.param = param
+    return error
 
 
 def split_params(params: SamplingParams) -> list[SamplingParams]:

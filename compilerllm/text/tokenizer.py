@@ -1,6 +1,7 @@
 """A model's tokenizer, by the `tokenizers` library alone: serving loads no transformers."""
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from compilerllm.text.pieces import BytePieces, read_pieces
 from compilerllm.text.template import ChatTemplate, pick_template
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_LONG_TEXT = 1 << 16  # characters; encoding fewer takes milliseconds
 
 
 class Tokenizer:
@@ -57,6 +60,18 @@ class Tokenizer:
         """Token ids of a text. Releases the GIL, so it belongs in a thread when a loop must not wait."""
         ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token, as the vocabulary spells it."""
+        return max(map(len, self._raw.get_vocab(with_added_tokens=True)), default=1)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that a long text has at least, without the seconds and gigabytes of encoding it.
+
+        A cautious one, since a normaliser may shorten a text; 0 for what is short enough to encode.
+        """
+        return 0 if len(text) < _LONG_TEXT else len(text) // (4 * self._longest_token)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of all these tokens at once."""

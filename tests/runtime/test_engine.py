@@ -153,6 +153,16 @@ def test_zero_logprobs_are_the_chosen_token_s_alone() -> None:
     engine.close()
 
 
+def test_a_top_k_beyond_any_vocabulary_cuts_nothing() -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+    engine = engine_of()
+    engine.submit(request("plain", params=params))
+    engine.submit(request("wide", params=SamplingParams(max_tokens=12, seed=3, ignore_eos=True, top_k=2**40)))
+    seen = drain(engine)
+    assert output(seen["wide"]) == output(seen["plain"])
+    engine.close()
+
+
 def test_a_request_without_seed_keeps_its_own_through_preemption() -> None:
     engine = engine_of(blocks=12)
     params = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from compilerllm.errors import InvalidParameter
 from compilerllm.server.config import ServerConfig
 from compilerllm.server.errors import PortInUse
 from compilerllm.server.run import bind
+from compilerllm.text.tokenizer import Tokenizer
 from tests.server.conftest import Live, Start
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -54,7 +56,7 @@ def check_error(
         ({"frequency_penalty": -3}, "frequency_penalty", "at least -2"),
         ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
         ({"seed": "x"}, "seed", "whole number"),
-        ({"stop": 5}, "stop", ""),
+        ({"stop": 5}, "stop", "expected a text or a list, got a whole number"),
         ({"stop": [""]}, "stop", "non-empty"),
         ({"stop": ["a", 1]}, "stop[1]", "text"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "non-negative"),
@@ -63,6 +65,7 @@ def check_error(
         ({"logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "99999"),
         ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream_options": 5}, "stream_options", "expected an object"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
         ({"ignore_eos": "x"}, "ignore_eos", "true or false"),
         ({"cache_salt": 1}, "cache_salt", "text"),
@@ -86,6 +89,7 @@ def test_values(live: Live, path: str, fields: dict[str, Any], param: str, words
         (CHAT, {}, "messages", "missing required field"),
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "robot"),
         (CHAT, {"messages": [{"role": "user", "content": {"a": 1}}]}, "messages[0].content", "text"),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         (CHAT, {"messages": MESSAGES, "logprobs": 3}, "logprobs", "true or false"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
@@ -182,6 +186,19 @@ def test_a_prompt_that_is_too_long(live: Live) -> None:
     assert whole["usage"]["total_tokens"] == 512
 
 
+def test_a_prompt_so_long_that_it_is_not_encoded(
+    live: Live, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise AssertionError("encoding megabytes keeps a thread busy for seconds")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    text = "x y " * 500_000
+    check_error(live.post(TEXT, prompt=text), 400, "context_length_exceeded", "prompt", "has at least")
+    messages = [{"role": "user", "content": text}]
+    check_error(live.post(CHAT, messages=messages), 400, "context_length_exceeded", "messages", "has at least")
+
+
 def test_a_body_that_is_too_large(start: Start) -> None:
     live = start({"max_body_bytes": 2048})
     check_error(live.post(TEXT, prompt="x" * 3000), 413, "request_too_large", None, "2048 bytes")
@@ -251,6 +268,16 @@ def test_a_client_that_hangs_up(start: Start, path: str, stream: bool) -> None:
     assert len(live.engine.aborted) == 2
     assert live.http.get("/health").status_code == 200
     assert 'finished_reason="abort",model_name="fake"} 2.0' in live.http.get("/metrics").text
+
+
+def test_a_client_that_hangs_up_before_its_body_is_whole(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f'POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{{"pro'.encode())
+        time.sleep(0.1)
+    time.sleep(0.1)
+    assert live.http.get("/health").status_code == 200
+    assert "Traceback" not in caplog.text and "failed" not in caplog.text
 
 
 def test_the_engine_dies_in_mid_stream_and_comes_back(start: Start) -> None:
