@@ -9,7 +9,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,18 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             f"{path} has another format than this version's ({FORMAT}). Delete {folder} to build it again."
         )
     return manifest
+
+
+def opaque_line(manifest: Mapping[str, Any]) -> str:
+    """How torch operators without a kernel of ours run, for a card: empty where the model has none."""
+    entries: list[dict[str, Any]] = manifest.get("opaque") or []
+    if not entries:
+        return ""
+    operators = sum(len(e["operators"]) for e in entries)
+    compiled = sum(e["runs"] == "inductor" for e in entries)
+    said = f"{operators} torch operators in {len(entries)} calls of the host, {compiled} compiled by Inductor"
+    reasons = dict.fromkeys(f"{e['where']}: {e['reason']}" for e in entries if e["reason"])
+    return "; not compiled: ".join((said, *reasons))
 
 
 @contextlib.contextmanager

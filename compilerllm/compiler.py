@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from compilerllm import __version__
 from compilerllm.artifact import FORMAT, MANIFEST, artifact_path, building, read_manifest
@@ -47,7 +47,7 @@ class CompileRequest:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    load_format: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
 
     @staticmethod
     def of(config: EngineConfig) -> "CompileRequest":
@@ -157,13 +157,14 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
     from compilerllm.passes.pipeline import Options, run_pipeline
 
     seconds: dict[str, float] = {}
-    clock = [time.perf_counter(), ""]
+    started, running = time.perf_counter(), ""
 
     def stage(name: str) -> None:
+        nonlocal started, running
         now = time.perf_counter()
-        if clock[1]:
-            seconds[str(clock[1])] = now - float(clock[0])
-        clock[:] = [now, name]
+        if running:
+            seconds[running] = now - started
+        started, running = now, name
         if name:
             on_stage(name)
 

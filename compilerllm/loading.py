@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compilerllm.artifact import read_manifest
+from compilerllm.artifact import opaque_line, read_manifest
 from compilerllm.checkpoint import locate
 from compilerllm.compiled import CompiledModel
 from compilerllm.compiler import CompileRequest, Found, OnStage, ensure_artifact
@@ -62,6 +62,8 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
         "memory": memory_line(model),
         "compile": f"{origin}; weights loaded in {loaded:.1f} s",
     }
+    if opaque := opaque_line(manifest):
+        card["opaque"] = opaque
     return model, ModelFacts(model=config.model.display_name, target=manifest["target"], card=card)
 
 

@@ -14,21 +14,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from compilerllm.artifact import read_manifest
+    from compilerllm.artifact import opaque_line, read_manifest
     from compilerllm.cli.local import compile_model
     from compilerllm.cli.terminal import print_card
 
     found = compile_model(read_engine_config(args))
     manifest = read_manifest(found.path) or {}
     stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in manifest.get("seconds", {}).items())
-    print_card(
-        {
-            "artifact": str(found.path),
-            "target": str(manifest.get("target")),
-            "compile": f"found in the cache ({found.seconds:.1f} s)"
-            if found.hit
-            else f"{found.seconds:.1f} s",
-            "stages": stages,
-        }
-    )
+    card = {
+        "artifact": str(found.path),
+        "target": str(manifest.get("target")),
+        "compile": f"found in the cache ({found.seconds:.1f} s)" if found.hit else f"{found.seconds:.1f} s",
+        "stages": stages,
+    }
+    if opaque := opaque_line(manifest):
+        card["opaque"] = opaque
+    print_card(card)
     return 0

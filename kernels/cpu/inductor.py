@@ -171,7 +171,9 @@ def _operands(call: HostCall, dims: Mapping[str, int]) -> tuple[Tensor, ...]:
     for dtype, shape in call.inputs:
         extents, kind = [evaluate(e, dims) for e in shape], DTYPES[dtype]
         random = kind.is_floating_point
-        made.append(torch.randn(extents, generator=generator).to(kind) if random else torch.zeros(extents, dtype=kind))
+        made.append(
+            torch.randn(extents, generator=generator).to(kind) if random else torch.zeros(extents, dtype=kind)
+        )
     return tuple(made)
 
 

@@ -38,11 +38,15 @@ def find_operator(target: str) -> Any:
         for part in target.split("."):
             found = getattr(found, part)
     except AttributeError as error:
-        raise ArtifactError(f"torch {torch.__version__} has no operator {target!r}; rebuild the artifact with it") from error
+        raise ArtifactError(
+            f"torch {torch.__version__} has no operator {target!r}; rebuild the artifact with it"
+        ) from error
     return found
 
 
-def decode(item: Any, operands: Sequence[Any], results: Results = (), dims: Mapping[str, int] | None = None) -> Any:
+def decode(
+    item: Any, operands: Sequence[Any], results: Results = (), dims: Mapping[str, int] | None = None
+) -> Any:
     """One argument from its template. Raises ``ArtifactError`` for what is none.
 
     ``"%2"`` is operand 2, ``"@1.0"`` the first result of step 1, ``"none"`` None, ``"dtype:f32"`` a dtype,
@@ -134,4 +138,6 @@ def load_package(path: Path) -> Any:
     try:
         return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
     except RuntimeError as error:
-        raise ArtifactError(f"{path.name} of the artifact cannot be loaded: {error}. Delete {path.parent} to build it again.") from error
+        raise ArtifactError(
+            f"{path.name} of the artifact cannot be loaded: {error}. Delete {path.parent} to build it again."
+        ) from error

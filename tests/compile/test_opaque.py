@@ -34,7 +34,9 @@ def compare(reference: Any, model: Any) -> None:
     for result, tokens in zip(teacher_forced(model, given, MIXED), given, strict=True):
         with torch.no_grad():
             want = reference(torch.tensor(tokens)[None], use_cache=False).logits[0].float().numpy()
-        assert np.abs(result - want[: len(result)]).max() <= 2e-5 * np.abs(want).max(), f"{len(tokens)} tokens"
+        assert np.abs(result - want[: len(result)]).max() <= 2e-5 * np.abs(want).max(), (
+            f"{len(tokens)} tokens"
+        )
 
 
 @pytest.fixture(scope="module", params=OPAQUE)
@@ -71,7 +73,9 @@ def test_values_narrower_than_keys_are_served_and_wider_ones_refused(tmp_path: P
 def test_served_with_inductor(tiny: tuple[Any, Path]) -> None:
     """At level 3 a process without Inductor and without a compiler on its path runs what Inductor compiled."""
     reference, folder = tiny
-    request = CompileRequest(model=str(folder), dtype="float32", level=3, max_num_seqs=8, max_num_batched_tokens=256)
+    request = CompileRequest(
+        model=str(folder), dtype="float32", level=3, max_num_seqs=8, max_num_batched_tokens=256
+    )
     artifact = build(request, folder, artifact_key(request, folder))
     manifest = json.loads((artifact / "manifest.json").read_text())
     for call in manifest["opaque"]:
