@@ -44,7 +44,9 @@ def emit_opaque(e: "FunctionEmitter", node: Node) -> None:
         body = e.module.functions[node.fn]
         steps, names = _steps(body.nodes, {v: f"%{i}" for i, v in enumerate(body.inputs)})
         results = tuple(names[v] for v in body.outputs)
-    packed = {p.value for p in e.graph.params if p.value.tensor.is_quantized or isinstance(p.recipe, Relayout)}
+    packed = {
+        p.value for p in e.graph.params if p.value.tensor.is_quantized or isinstance(p.recipe, Relayout)
+    }
     for value in node.operands:
         if isinstance(value.type, StateType | StepType):
             raise UnsupportedByTarget(f"@{e.graph.name}: opaque {steps[0][0]} cannot take a {value.type}")
@@ -57,7 +59,9 @@ def emit_opaque(e: "FunctionEmitter", node: Node) -> None:
     where = f"@{e.graph.name} {node.origin.path}".strip()
     e.program.host_calls.append(HostCall(steps, _types(node.operands), _types(node.outputs), results, where))
     number = len(e.program.host_calls) - 1
-    e.line(f"if (team.rank == 0) {{ const void* a[] = {{{', '.join(pointers) or 'nullptr'}}}; c.host({number}, a); }}")
+    e.line(
+        f"if (team.rank == 0) {{ const void* a[] = {{{', '.join(pointers) or 'nullptr'}}}; c.host({number}, a); }}"
+    )
     e.sync()
     e.note(node, "host")
 
