@@ -61,7 +61,8 @@ MORE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # What keeps opaque operators when captured: gptj's rotary embedding, the routing and rotation of deepseek_v3.
 OPAQUE: dict[str, dict[str, Any]] = {
-    "gptj": {"vocab_size": 97, "n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 128, "n_inner": 96},
+    "gptj": {"vocab_size": 97, "n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 128, "n_inner": 96,
+             "bos_token_id": 1, "eos_token_id": 2},
     "deepseek_v3": _COMMON | {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
                               "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24,
                               "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 1},
