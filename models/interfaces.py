@@ -51,7 +51,9 @@ def attention(
 def experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden [T, K], ids and weights [T, top] to [T, K]: one node where the gate is known, else ATen."""
     form = getattr(module, "compilerllm_gate", None)
-    if form is None or hidden.dim() != 2 or module.has_post_expert_norm:
+    # transformers before 5.18 knows no norm after the experts.
+    post_norm = getattr(module, "has_post_expert_norm", False)
+    if form is None or hidden.dim() != 2 or post_norm:
         return batched_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
     act, interleaved, limit, alpha = form
     bias = module.has_bias

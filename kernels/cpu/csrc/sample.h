@@ -15,6 +15,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 
 #include "team.h"
 #include "vec_math.h"
