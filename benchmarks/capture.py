@@ -59,7 +59,7 @@ def main() -> None:
         module, _ = run_pipeline(model.module, Options(level=2, target=target.name))
         clock.append(time.perf_counter())
         module = select_layouts(module, target)
-        entries = program_entries(module, emit_program(module), buckets)
+        entries = program_entries(module, emit_program(module, target), buckets)
         clock.append(time.perf_counter())
         for name, begin, end in zip(seconds, clock, clock[1:], strict=False):
             seconds[name].append(end - begin)

@@ -26,7 +26,15 @@ from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket
 
 # What a build goes through, with the share of its time each usually takes, for the progress bar.
-STAGES = {"resolve": 0.3, "capture": 0.25, "passes": 0.05, "generate": 0.05, "compile": 0.2, "opaque": 0.0, "save": 0.15}
+STAGES = {
+    "resolve": 0.3,
+    "capture": 0.25,
+    "passes": 0.05,
+    "generate": 0.05,
+    "compile": 0.2,
+    "opaque": 0.0,
+    "save": 0.15,
+}
 INDUCTOR_LEVEL = 3  # from here on opaque operators are compiled ahead; it takes half a minute a group
 OnStage = Callable[[str], None]
 
@@ -64,7 +72,9 @@ def make_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
 
     Programs run a step's exact sizes; a bucket bounds the memory they are planned with.
     """
-    sizes = [1 << i for i in range(max(1, max_num_seqs).bit_length()) if 1 << i < max_num_seqs] + [max_num_seqs]
+    sizes = [1 << i for i in range(max(1, max_num_seqs).bit_length()) if 1 << i < max_num_seqs] + [
+        max_num_seqs
+    ]
     decode = [Bucket(s, s, s, 1) for s in sizes]
     tokens = [t for t in (64, 256, 1024, 4096, 16384) if t < max_tokens] + [max_tokens]
     return (*decode, *(Bucket(t, min(t, max_num_seqs), t, t) for t in tokens))
@@ -78,7 +88,13 @@ def fingerprint(place: Path) -> str:
     if place.is_file() and place.suffix == ".gguf":
         digest.update(GgufFile(place).header())
         return digest.hexdigest()
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ):
         path = place / name
         digest.update(name.encode() + b"\0" + (path.read_bytes() if path.exists() else b"-") + b"\0")
     for path in sorted(place.glob("*.safetensors")):
@@ -91,7 +107,10 @@ def artifact_key(request: CompileRequest, place: Path) -> str:
     """Semantic key: the model's own description, how it is compiled, the tools' versions. No host, path or port."""
     from compilerllm.kernels.cpu.target import find_target
 
-    described = dataclasses.asdict(request) | {"model": fingerprint(place), "target": find_target(request.target).name}
+    described = dataclasses.asdict(request) | {
+        "model": fingerprint(place),
+        "target": find_target(request.target).name,
+    }
     tools = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     text = json.dumps([FORMAT, __version__, described, tools, _own_sources()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -125,7 +144,14 @@ def ensure_artifact(request: CompileRequest, place: Path, on_stage: OnStage | No
     path = artifact_path(key)
     if read_manifest(path) is not None:
         return Found(path, True, time.perf_counter() - start)
-    command = [sys.executable, "-m", "compilerllm.compiler", json.dumps(dataclasses.asdict(request)), str(place), key]
+    command = [
+        sys.executable,
+        "-m",
+        "compilerllm.compiler",
+        json.dumps(dataclasses.asdict(request)),
+        str(place),
+        key,
+    ]
     message = ""
     # A file, since nobody reads a pipe for errors before the child ends, and Inductor may write more than one holds.
     with tempfile.TemporaryFile("w+") as errors:
@@ -185,7 +211,7 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
         if request.level > 0:
             stage("generate")
             module = select_layouts(module, target)
-            program = emit_program(module)
+            program = emit_program(module, target)
             stage("compile")
             library = build_library(program.source, target, cache_dir() / "libraries")
             opaque = opaque_entries(program)
@@ -253,10 +279,11 @@ def compile_opaque(program: Any, entries: list[dict[str, Any]], target: Any, fol
 
 def program_entries(module: Any, program: Any, buckets: tuple[Bucket, ...]) -> dict[str, Any]:
     """The manifest's part on the program: pointers, plans per bucket, states and their groups, kernels."""
-    from compilerllm.kernels.cpu.emit import state_groups
+    from compilerllm.kernels.cpu.build import kernel_key
+    from compilerllm.kernels.groups import group_name, paged_windows
     from compilerllm.planning import alias_table, plan_program
 
-    groups, aliases = state_groups(module), alias_table(module)
+    windows, aliases = paged_windows(module), alias_table(module)
     return {
         "program": {
             "dims": program.dims,
@@ -266,14 +293,28 @@ def program_entries(module: Any, program: Any, buckets: tuple[Bucket, ...]) -> d
             "plans": [plan_program(module, program, bucket, aliases) for bucket in buckets],
         },
         "groups": [
-            {"name": "kv" if window is None else f"kv_window_{window}", "index": index, "addressing": "paged", "window": window}
-            for window, index in groups.items()
+            {"name": group_name(window), "index": index, "addressing": "paged", "window": window}
+            for index, window in enumerate(windows)
         ],
         "states": [
-            {"name": name, "kind": t.kind, "dtype": t.dtype, **dict(t.fields), "group": groups[t.get("window")]}
+            {
+                "name": name,
+                "kind": t.kind,
+                "dtype": t.dtype,
+                **dict(t.fields),
+                "group": windows.index(t.get("window")),
+            }
             for name, t in module.state_instances()
         ],
-        "kernels": [{"function": f, "node": n, "template": t} for f, n, t in program.kernels],
+        "kernels": [
+            {
+                "function": use.function,
+                "node": use.node,
+                "key": kernel_key(use.spec),
+                **dataclasses.asdict(use.spec),
+            }
+            for use in program.kernels
+        ],
     }
 
 

@@ -19,8 +19,8 @@ from compilerllm.kernels.cpu.refs import C_TYPES
 from compilerllm.kernels.cpu.select import select_layouts
 from compilerllm.kernels.cpu.target import find_target
 from compilerllm.kernels.errors import UnsupportedByTarget
-from compilerllm.kernels.launch.aten import DTYPES
 from compilerllm.kernels.launch.dims import evaluate
+from compilerllm.kernels.launch.dtypes import IR_DTYPES, TORCH_DTYPES
 from compilerllm.kernels.launch.library import Library
 from compilerllm.kernels.launch.memory import Region
 from compilerllm.kernels.launch.packing import ParameterSpec, store, stored_bytes
@@ -76,7 +76,7 @@ class TensorSource:
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         tensor = self.tensors[name]
-        return next(k for k, v in DTYPES.items() if v == tensor.dtype), tuple(tensor.shape)
+        return IR_DTYPES[tensor.dtype], tuple(tensor.shape)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         tensor = self.tensors[name].detach()
@@ -140,7 +140,7 @@ class CpuRunner:
                 f"{found.name} has no kernels for {unknown[0]} tensors; use bfloat16 or float32, or options={{'level': 0}}"
             )
         self.module = select_layouts(module, found)
-        self.program = emit_program(self.module)
+        self.program = emit_program(self.module, found)
         self.library = Library(build_library(self.program.source, found, cache))
         self.threads = threads
         self._aliases = alias_table(self.module)
@@ -160,7 +160,7 @@ class CpuRunner:
             dense = [t.contiguous() for t in inputs]
             program.bind({name: w.address(params) for name, w in self._weights.items()}, {})
             results = [
-                torch.empty([evaluate(e, dims) for e in shape], dtype=DTYPES[dtype])
+                torch.empty([evaluate(e, dims) for e in shape], dtype=TORCH_DTYPES[dtype])
                 for dtype, shape in self._outputs
             ]
             program.run(0, dims, [t.data_ptr() for t in dense], [t.data_ptr() for t in results])

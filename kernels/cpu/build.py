@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from compilerllm.kernels.cpu.target import CpuTarget
+from compilerllm.kernels.cpu.target import CpuTarget, find_target
 from compilerllm.kernels.errors import BuildFailed
+from compilerllm.kernels.spec import KernelSpec
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 
@@ -46,6 +47,11 @@ def library_key(sources: list[str], target: CpuTarget) -> str:
     for part in (*sources, templates_hash(), *target.compile_flags, compiler()[1]):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
+
+
+def kernel_key(spec: KernelSpec) -> str:
+    """The spec's key with everything its machine code is made from."""
+    return spec.key(templates_hash(), *find_target(spec.target).compile_flags, compiler()[1])
 
 
 def build_library(source: str, target: CpuTarget, cache_dir: Path) -> Path:

@@ -21,8 +21,9 @@ from compilerllm.kernels.cpu.build import compiler
 from compilerllm.kernels.cpu.opaque import HostCall
 from compilerllm.kernels.cpu.target import CpuTarget
 from compilerllm.kernels.errors import KernelError
-from compilerllm.kernels.launch.aten import DTYPES, Steps, load_package
+from compilerllm.kernels.launch.aten import Steps, load_package
 from compilerllm.kernels.launch.dims import evaluate
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 
 # What g++ may use for the code around the loops; the generic target gets the compiler's own default.
 _MARCH = {"cpu-avx512bf16-amx": "x86-64-v4", "cpu-avx512": "x86-64-v4", "cpu-avx2": "x86-64-v3"}
@@ -169,7 +170,7 @@ def _operands(call: HostCall, dims: Mapping[str, int]) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     made = []
     for dtype, shape in call.inputs:
-        extents, kind = [evaluate(e, dims) for e in shape], DTYPES[dtype]
+        extents, kind = [evaluate(e, dims) for e in shape], TORCH_DTYPES[dtype]
         random = kind.is_floating_point
         made.append(
             torch.randn(extents, generator=generator).to(kind) if random else torch.zeros(extents, dtype=kind)

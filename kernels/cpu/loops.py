@@ -15,7 +15,7 @@ from compilerllm.kernels.cpu.refs import C_TYPES, Ref, c_dim, merge_axes
 from compilerllm.kernels.errors import UnsupportedByTarget
 
 if TYPE_CHECKING:
-    from compilerllm.kernels.cpu.emit import FunctionEmitter
+    from compilerllm.kernels.cpu.emitter import FunctionEmitter
 
 VECTOR_DTYPES = frozenset({"f32", "bf16", "bool"})
 # Lanes: {0}, {1} are f32x16. Scalars: doubles or int64.
@@ -83,7 +83,9 @@ def emit_copy(e: "FunctionEmitter", target: Ref, source: Ref) -> None:
     _decompose(e, lead)
     for name, ref in (("d", target), ("s", source)):
         const = "const " if name == "s" else ""
-        e.line(f"    {const}{ref.c_type}* {name} = ({const}{ref.c_type}*){ref.pointer} + {_row_offset(ref.strides[:-1], lead)};")
+        e.line(
+            f"    {const}{ref.c_type}* {name} = ({const}{ref.c_type}*){ref.pointer} + {_row_offset(ref.strides[:-1], lead)};"
+        )
     steps = [c_dim(ref.strides[-1]) if shape else "1" for ref in (target, source)]
     e.line(f"    for (int64_t j = 0; j < {c_dim(inner)}; j++) d[j * {steps[0]}] = s[j * {steps[1]}];")
     e.line("  }")
@@ -111,7 +113,13 @@ def _row_offset(strides: tuple[Dim, ...], lead: tuple[Dim, ...]) -> str:
 class LoopNest:
     """One generated loop over rows and columns for nodes that share an iteration space."""
 
-    def __init__(self, e: "FunctionEmitter", nodes: Sequence[Node], results: dict[Value, Ref], sources: dict[Value, Ref]) -> None:
+    def __init__(
+        self,
+        e: "FunctionEmitter",
+        nodes: Sequence[Node],
+        results: dict[Value, Ref],
+        sources: dict[Value, Ref],
+    ) -> None:
         self.e, self.nodes, self.results, self.sources = e, list(nodes), results, dict(sources)
         self.producers = {v: n for n in nodes for v in n.outputs}
         self.dropped = self._without_last_axis()
@@ -145,10 +153,14 @@ class LoopNest:
                 kept.update(node.operands)
                 (dropped if gone else kept).update(node.outputs)
             else:
-                together = dropped if any(v in dropped and v in self.producers for v in node.operands) else kept
+                together = (
+                    dropped if any(v in dropped and v in self.producers for v in node.operands) else kept
+                )
                 together.update((*node.operands, *node.outputs))
         if both := [v for v in self.sources if v in dropped and v in kept and v.shape]:
-            raise UnsupportedByTarget(f"@{self.e.graph.name}: %{both[0].name} is read before and behind a reduction of one group")
+            raise UnsupportedByTarget(
+                f"@{self.e.graph.name}: %{both[0].name} is read before and behind a reduction of one group"
+            )
         return dropped
 
     def out(self, text: str) -> None:
@@ -160,7 +172,9 @@ class LoopNest:
         if value in self.dropped:
             shape, strides = (*shape, 1), (*strides, 0)
         pad = len(self.shape) - len(shape)
-        return (0,) * pad + tuple(0 if e == 1 and t != 1 else s for e, s, t in zip(shape, strides, self.shape[pad:], strict=True))
+        return (0,) * pad + tuple(
+            0 if e == 1 and t != 1 else s for e, s, t in zip(shape, strides, self.shape[pad:], strict=True)
+        )
 
     def row_wide(self, value: Value) -> bool:
         """Whether one number serves the whole row."""
@@ -260,12 +274,16 @@ class LoopNest:
         name = self.e.fresh("s")
         self.out(f"f32x16 {name}m = set1(-INFINITY);")
         self._open_columns()
-        self.out(f"{name}m = vmax({name}m, keep({self._value(source, {**self.known}, 'j', 'lanes')}, lanes, -INFINITY));")
+        self.out(
+            f"{name}m = vmax({name}m, keep({self._value(source, {**self.known}, 'j', 'lanes')}, lanes, -INFINITY));"
+        )
         self._close_columns()
         self.out(f"{name}m = set1(reduce_max({name}m));")
         self.out(f"f32x16 {name}a = zero16();")
         self._open_columns()
-        self.out(f"{name}a = {name}a + keep(vexp({self._value(source, {**self.known}, 'j', 'lanes')} - {name}m), lanes, 0.0f);")
+        self.out(
+            f"{name}a = {name}a + keep(vexp({self._value(source, {**self.known}, 'j', 'lanes')} - {name}m), lanes, 0.0f);"
+        )
         self._close_columns()
         self.out(f"const f32x16 {name} = set1(1.0f / reduce_add({name}a));")
         self.softmax_names[node.outputs[0]] = name
@@ -350,7 +368,9 @@ class LoopNest:
         if name == "identity":
             return x
         if name == "relu2":
-            return self._round(unary["square"].format(f"({self._round(unary['relu'].format(x), dtype)})"), dtype)
+            return self._round(
+                unary["square"].format(f"({self._round(unary['relu'].format(x), dtype)})"), dtype
+            )
         if name not in unary:
             raise UnsupportedByTarget(f"@{self.e.graph.name}: activation {name!r} has no generated loop")
         return self._round(unary[name].format(x), dtype)
@@ -376,12 +396,21 @@ class LoopNest:
             return self._round(pick.format(*args), value.dtype)
         unary, binary = (_UNARY_LANES, _BINARY_LANES) if self.lanes else (_UNARY_SCALAR, _BINARY_SCALAR)
         if node.op in unary:
-            if node.op == "cast" and value.dtype == "bool" and node.operands[0].dtype != "bool" and self.lanes:
+            if (
+                node.op == "cast"
+                and value.dtype == "bool"
+                and node.operands[0].dtype != "bool"
+                and self.lanes
+            ):
                 return f"flag(holds({args[0]}))"
             return self._round(unary[node.op].format(args[0]), value.dtype)
         if "scalar" in node.attrs:
             args.append(self._constant(node.number("scalar")))
-            if not self.lanes and node.operands[0].dtype in ("i64", "i32") and isinstance(node.attrs["scalar"], int):
+            if (
+                not self.lanes
+                and node.operands[0].dtype in ("i64", "i32")
+                and isinstance(node.attrs["scalar"], int)
+            ):
                 args[-1] = f"int64_t({int(node.attrs['scalar'])})"
             if node.attrs.get("reverse"):
                 args.reverse()

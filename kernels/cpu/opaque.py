@@ -10,7 +10,7 @@ from compilerllm.ir.types import StateType, StepType
 from compilerllm.kernels.errors import UnsupportedByTarget
 
 if TYPE_CHECKING:
-    from compilerllm.kernels.cpu.emit import FunctionEmitter
+    from compilerllm.kernels.cpu.emitter import FunctionEmitter
 
 Tensors = tuple[tuple[str, tuple[str, ...]], ...]  # (dtype, extents as dimension text)
 

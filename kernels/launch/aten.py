@@ -10,17 +10,14 @@ import torch
 
 from compilerllm.kernels.errors import ArtifactError
 from compilerllm.kernels.launch.dims import evaluate
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 
-DTYPES: dict[str, torch.dtype] = {
-    "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
-    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
-}  # fmt: skip
 Results = Sequence[Sequence[Any]]  # of each step done so far, the values it gave
 
 
 def tensor_at(address: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A dense tensor over memory at ``address``; it owns nothing."""
-    kind = DTYPES[dtype]
+    kind = TORCH_DTYPES[dtype]
     count = 1
     for extent in shape:
         count *= extent
@@ -68,7 +65,7 @@ def decode(
         case "dim":
             return evaluate(value, dims or {})
         case "dtype":
-            return DTYPES[value]
+            return TORCH_DTYPES[value]
         case "text":
             return value
     raise ArtifactError(f"unknown argument {item!r} of an opaque operator; rebuild the artifact")

@@ -53,7 +53,7 @@ def run_text(text: str, folder: Path, *, T: int, fuse: bool = True, seed: int = 
         module, _ = run_pipeline(module, Options(serve=False, verify=True))
     target = host_target()
     module = select_layouts(module, target)
-    program = emit_program(module)
+    program = emit_program(module, target)
     library = Library(build_library(program.source, target, folder))
     spec = program_entries(module, program, (Bucket(T, 1, 1, T),))["program"]
 
@@ -71,4 +71,4 @@ def run_text(text: str, folder: Path, *, T: int, fuse: bool = True, seed: int = 
     got = [torch.full_like(t, -7) for t in want]  # a value that no kernel leaves by chance
     cpu.run(0, dict.fromkeys(spec["dims"], T), [t.data_ptr() for t in inputs], [t.data_ptr() for t in got])
     del region  # alive until here: the program reads it
-    return Outcome(got, want, tuple(template for _, _, template in program.kernels))
+    return Outcome(got, want, tuple(use.spec.template for use in program.kernels))

@@ -12,7 +12,8 @@ import torch
 from compilerllm.artifact import opaque_line
 from compilerllm.compiler import compile_opaque, opaque_entries
 from compilerllm.ir.text import parse_module
-from compilerllm.kernels.cpu.emit import Program, emit_program
+from compilerllm.kernels.cpu.emit import emit_program
+from compilerllm.kernels.cpu.emitter import Program
 from compilerllm.kernels.cpu.inductor import Outcome, compile_host_calls
 from compilerllm.kernels.cpu.opaque import HostCall
 from compilerllm.kernels.cpu.select import select_layouts
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def host_calls(text: str) -> list[HostCall]:
     module, _ = run_pipeline(parse_module(text), Options(serve=False, verify=True))
-    return emit_program(select_layouts(module, host_target())).host_calls
+    return emit_program(select_layouts(module, host_target()), host_target()).host_calls
 
 
 def one_call(*operators: str, inputs: str = "%x: f32[T, 4]", result: str = "f32[T, 4]") -> HostCall:
@@ -84,7 +85,7 @@ def test_a_group_is_one_host_call(T: int, dtype: str, folder: Path) -> None:
 
 def test_intermediate_values_take_no_place_in_the_arena() -> None:
     module, _ = run_pipeline(parse_module(GROUPED.format(dtype="f32")), Options(serve=False))
-    program = emit_program(select_layouts(module, host_target()))
+    program = emit_program(select_layouts(module, host_target()), host_target())
     assert {v.name for _, v in program.slots} == {"n", "flat", "s"}  # flat is a copy, made for the host
 
 
@@ -169,7 +170,7 @@ def test_inductor_agrees_with_torch(dtype: str, tmp_path: Path) -> None:
 
 
 def test_a_build_reports_what_was_not_compiled(tmp_path: Path) -> None:
-    program = Program(["T"], host_calls=[one_call('aten.bernoulli.p "%0", 0.5')])
+    program = Program(host_target().name, ["T"], host_calls=[one_call('aten.bernoulli.p "%0", 0.5')])
     entries = opaque_entries(program)
     compile_opaque(program, entries, host_target(), tmp_path)
     assert entries[0]["runs"] == "aten" and "draws random numbers" in entries[0]["reason"]

@@ -20,8 +20,9 @@ _ANY = "func @main(%x: f32[16]) {\n  %y = exp(%x) : f32[16]\n  return %y\n}\n"
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    program = emit_program(parse_module(_ANY))
-    return Library(build_library(program.source, find_target("cpu"), tmp_path_factory.mktemp("library")))
+    target = find_target("cpu")
+    program = emit_program(parse_module(_ANY), target)
+    return Library(build_library(program.source, target, tmp_path_factory.mktemp("library")))
 
 
 def fill(tables: SamplingTables, rng: np.random.Generator) -> None:
