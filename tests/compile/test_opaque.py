@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from compilerllm.compiler import CompileRequest, artifact_key, build
 from compilerllm.loading import load_compiled
@@ -41,6 +42,8 @@ def compare(reference: Any, model: Any) -> None:
 
 @pytest.fixture(scope="module", params=OPAQUE)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    if request.param == "gptj" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
+        pytest.skip("gptj computes attention in code of its own in this transformers")
     model = tiny_model(request.param)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
