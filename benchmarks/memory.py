@@ -34,7 +34,9 @@ def serving(model: str) -> dict[str, float]:
     from compilerllm import LLM, SamplingParams
     from compilerllm.compiled import CompiledModel
 
-    llm = LLM(model=model, dtype="bfloat16", weights="packed", max_model_len=2048, max_num_seqs=8, num_blocks=BLOCKS)
+    llm = LLM(
+        model=model, dtype="bfloat16", weights="packed", max_model_len=2048, max_num_seqs=8, num_blocks=BLOCKS
+    )
     loaded = peak_mb()
     params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
     llm.generate([{"prompt_token_ids": prompts(1, 1900, 5)[0]}], params, use_progress=False)
@@ -52,7 +54,9 @@ def child(*arguments: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--part", choices=["baseline", "serving"], help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -29,7 +29,10 @@ def draw(result: dict[str, Any], target: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         if not prefill:
             axis.axhline(269.1 / result["read_gb_per_second"], color="#444444", linestyle="--", linewidth=1)
-    figure.suptitle(f"SmolLM2-135M on {result['machine']}: lower is better; dashed: reading the bf16 weights once", fontsize=9)
+    figure.suptitle(
+        f"SmolLM2-135M on {result['machine']}: lower is better; dashed: reading the bf16 weights once",
+        fontsize=9,
+    )
     figure.tight_layout()
     figure.savefig(target)
 

@@ -128,7 +128,9 @@ class LLM:
         """
         listed = prompts if isinstance(prompts, list) and not _is_token_ids(prompts) else [prompts]
         return self._generate(
-            [encode_prompt(self.tokenizer, p, max_model_len=self.max_model_len) for p in listed], sampling_params, use_progress
+            [encode_prompt(self.tokenizer, p, max_model_len=self.max_model_len) for p in listed],
+            sampling_params,
+            use_progress,
         )
 
     def chat(

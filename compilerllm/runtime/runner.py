@@ -97,7 +97,9 @@ class Runner:
         """Sampling parameters of a sequence that got its slot. One that comes back continues its random draws."""
         tables, slot, params = self._tables, seq.slot, seq.params
         tables.temperature[slot] = params.temperature
-        tables.top_k[slot] = min(max(0, params.top_k), self._model.vocab_size)  # the table is int32, a request is not
+        tables.top_k[slot] = min(
+            max(0, params.top_k), self._model.vocab_size
+        )  # the table is int32, a request is not
         tables.top_p[slot] = params.top_p
         tables.min_p[slot] = params.min_p
         tables.repetition_penalty[slot] = params.repetition_penalty

@@ -22,7 +22,9 @@ def test_unfinished_build_counts_as_missing(monkeypatch: pytest.MonkeyPatch, tmp
     assert not list(artifact_path("abc").parent.iterdir()), "a broken build left something behind"
 
 
-def test_second_builder_keeps_the_first_ones_artifact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_second_builder_keeps_the_first_ones_artifact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("COMPILERLLM_CACHE_DIR", str(tmp_path))
     with building("abc") as late:
         with building("abc") as early:
@@ -34,5 +36,5 @@ def test_second_builder_keeps_the_first_ones_artifact(monkeypatch: pytest.Monkey
 
 def test_damaged_manifest_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"format": 1')
-    with pytest.raises(ArtifactInvalid, match="Delete .* to build it again"):
+    with pytest.raises(ArtifactInvalid, match=r"Delete .* to build it again"):
         read_manifest(tmp_path)

@@ -36,7 +36,7 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     shared = torch.randint(3, 97, (34,), generator=generator).tolist()
-    return [shared + [11, 12], torch.randint(3, 97, (9,), generator=generator).tolist(), shared + [13]]
+    return [[*shared, 11, 12], torch.randint(3, 97, (9,), generator=generator).tolist(), [*shared, 13]]
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "qwen3_moe"])
@@ -48,12 +48,25 @@ def test_engine_gives_greedy_tokens(name: str, tmp_path: Path) -> None:
     model = compile_and_load(tmp_path, dtype="float32")
     # Eight blocks hold two sequences at the most; steps of twelve tokens cut every long prompt.
     engine = InProcessEngine(
-        model, SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12), CacheConfig(num_blocks=8), max_model_len=128
+        model,
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12),
+        CacheConfig(num_blocks=8),
+        max_model_len=128,
     )
     outputs: dict[str, list[int]] = {}
-    params = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True, frequency_penalty=FREQUENCY, presence_penalty=PRESENCE)
+    params = SamplingParams(
+        max_tokens=OUTPUT,
+        temperature=0,
+        ignore_eos=True,
+        frequency_penalty=FREQUENCY,
+        presence_penalty=PRESENCE,
+    )
     for index, prompt in enumerate(prompts()):
-        engine.submit(Request(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_time=time.monotonic()))
+        engine.submit(
+            Request(
+                request_id=str(index), prompt_token_ids=prompt, params=params, arrival_time=time.monotonic()
+            )
+        )
     while engine.has_unfinished():
         for delta in engine.step().deltas:
             assert delta.error is None

@@ -196,7 +196,9 @@ def test_a_prompt_so_long_that_it_is_not_encoded(
     text = "x y " * 500_000
     check_error(live.post(TEXT, prompt=text), 400, "context_length_exceeded", "prompt", "has at least")
     messages = [{"role": "user", "content": text}]
-    check_error(live.post(CHAT, messages=messages), 400, "context_length_exceeded", "messages", "has at least")
+    check_error(
+        live.post(CHAT, messages=messages), 400, "context_length_exceeded", "messages", "has at least"
+    )
 
 
 def test_a_body_that_is_too_large(start: Start) -> None:
@@ -270,7 +272,9 @@ def test_a_client_that_hangs_up(start: Start, path: str, stream: bool) -> None:
     assert 'finished_reason="abort",model_name="fake"} 2.0' in live.http.get("/metrics").text
 
 
-def test_a_client_that_hangs_up_before_its_body_is_whole(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_hangs_up_before_its_body_is_whole(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
     host, port = live.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f'POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{{"pro'.encode())
