@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from compilerllm import __version__
 from compilerllm.artifact import FORMAT, MANIFEST, artifact_path, building, read_manifest
@@ -24,6 +24,12 @@ from compilerllm.config import EngineConfig
 from compilerllm.environment import cache_dir
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket
+from compilerllm.kernels.cpu.target import CpuTarget, find_target
+from compilerllm.kernels.launch.files import GgufFile, read_safetensors
+
+if TYPE_CHECKING:
+    from compilerllm.ir.graph import Module
+    from compilerllm.kernels.cpu.emitter import Program
 
 # What a build goes through, with the share of its time each usually takes, for the progress bar.
 STAGES = {
@@ -36,6 +42,10 @@ STAGES = {
     "save": 0.15,
 }
 INDUCTOR_LEVEL = 3  # from here on opaque operators are compiled ahead; it takes half a minute a group
+# Files that say what a checkpoint is, beside the headers of its weights.
+_DESCRIPTIONS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
 OnStage = Callable[[str], None]
 
 
@@ -72,29 +82,19 @@ def make_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
 
     Programs run a step's exact sizes; a bucket bounds the memory they are planned with.
     """
-    sizes = [1 << i for i in range(max(1, max_num_seqs).bit_length()) if 1 << i < max_num_seqs] + [
-        max_num_seqs
-    ]
-    decode = [Bucket(s, s, s, 1) for s in sizes]
+    powers = [1 << i for i in range(max_num_seqs.bit_length()) if 1 << i < max_num_seqs]
+    decode = [Bucket(s, s, s, 1) for s in (*powers, max_num_seqs)]
     tokens = [t for t in (64, 256, 1024, 4096, 16384) if t < max_tokens] + [max_tokens]
     return (*decode, *(Bucket(t, min(t, max_num_seqs), t, t) for t in tokens))
 
 
 def fingerprint(place: Path) -> str:
     """Hash of what a checkpoint says of itself: configuration and tensor headers, not the weights and not its path."""
-    from compilerllm.kernels.launch.files import GgufFile, read_safetensors
-
     digest = hashlib.sha256()
     if place.is_file() and place.suffix == ".gguf":
         digest.update(GgufFile(place).header())
         return digest.hexdigest()
-    for name in (
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-    ):
+    for name in _DESCRIPTIONS:
         path = place / name
         digest.update(name.encode() + b"\0" + (path.read_bytes() if path.exists() else b"-") + b"\0")
     for path in sorted(place.glob("*.safetensors")):
@@ -105,8 +105,6 @@ def fingerprint(place: Path) -> str:
 
 def artifact_key(request: CompileRequest, place: Path) -> str:
     """Semantic key: the model's own description, how it is compiled, the tools' versions. No host, path or port."""
-    from compilerllm.kernels.cpu.target import find_target
-
     described = dataclasses.asdict(request) | {
         "model": fingerprint(place),
         "target": find_target(request.target).name,
@@ -120,7 +118,8 @@ def _own_sources() -> str:
     """Hash of the compiler's own source files."""
     from compilerllm import ir, kernels, models, passes
 
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+    here = Path(__file__)
+    digest = hashlib.sha256(here.read_bytes() + here.with_name("planning.py").read_bytes())
     for package in (ir, passes, kernels, models):
         root = Path(str(package.__file__)).parent
         for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".h", ".cpp")):
@@ -144,14 +143,8 @@ def ensure_artifact(request: CompileRequest, place: Path, on_stage: OnStage | No
     path = artifact_path(key)
     if read_manifest(path) is not None:
         return Found(path, True, time.perf_counter() - start)
-    command = [
-        sys.executable,
-        "-m",
-        "compilerllm.compiler",
-        json.dumps(dataclasses.asdict(request)),
-        str(place),
-        key,
-    ]
+    order = json.dumps(dataclasses.asdict(request))
+    command = [sys.executable, "-m", "compilerllm.compiler", order, str(place), key]
     message = ""
     # A file, since nobody reads a pipe for errors before the child ends, and Inductor may write more than one holds.
     with tempfile.TemporaryFile("w+") as errors:
@@ -179,7 +172,6 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
     from compilerllm.kernels.cpu.build import build_library
     from compilerllm.kernels.cpu.emit import emit_program
     from compilerllm.kernels.cpu.select import select_layouts
-    from compilerllm.kernels.cpu.target import find_target
     from compilerllm.passes.pipeline import Options, run_pipeline
 
     seconds: dict[str, float] = {}
@@ -194,7 +186,7 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
         if name:
             on_stage(name)
 
-    stage("resolve")
+    stage("resolve")  # importing transformers is a good part of it
     from compilerllm.models.model import capture_checkpoint
     from compilerllm.models.resolve import resolve
     from compilerllm.models.tokenizer import export_tokenizer
@@ -253,7 +245,7 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
     return artifact_path(key)
 
 
-def opaque_entries(program: Any) -> list[dict[str, Any]]:
+def opaque_entries(program: "Program") -> list[dict[str, Any]]:
     """The manifest's report on host calls, in their order: what each runs, and by what (torch, unless compiled)."""
     return [
         {"where": call.where, "operators": [step[0] for step in call.steps], "runs": "aten", "package": None, "reason": "",
@@ -262,7 +254,9 @@ def opaque_entries(program: Any) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def compile_opaque(program: Any, entries: list[dict[str, Any]], target: Any, folder: Path) -> None:
+def compile_opaque(
+    program: "Program", entries: list[dict[str, Any]], target: CpuTarget, folder: Path
+) -> None:
     """Compile host calls into ``folder`` with Inductor, and note in ``entries`` what became of each."""
     from compilerllm.kernels.cpu.inductor import compile_host_calls
 
@@ -277,7 +271,7 @@ def compile_opaque(program: Any, entries: list[dict[str, Any]], target: Any, fol
             entry |= {"runs": "inductor", "package": names[outcome.package]}
 
 
-def program_entries(module: Any, program: Any, buckets: tuple[Bucket, ...]) -> dict[str, Any]:
+def program_entries(module: "Module", program: "Program", buckets: tuple[Bucket, ...]) -> dict[str, Any]:
     """The manifest's part on the program: pointers, plans per bucket, states and their groups, kernels."""
     from compilerllm.kernels.cpu.build import kernel_key
     from compilerllm.kernels.groups import group_name, paged_windows

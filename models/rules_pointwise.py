@@ -222,22 +222,14 @@ def _extreme(low: Lowering, node: fx.Node) -> Result | None:
     return _reduce(low, node, op, axes, bool(low.arg(node, 2, "keepdim")), None)
 
 
-@rule("aten.softmax.int", "aten._softmax.default")
-def _softmax(low: Lowering, node: fx.Node) -> Result | None:
+@rule("aten.softmax.int", "aten._softmax.default", "aten.cumsum.default")
+def _along_axis(low: Lowering, node: fx.Node) -> Result | None:
+    op = "cumsum" if "cumsum" in str(node.target) else "softmax"
     x = low.value(low.arg(node, 0))
     dtype = low.type(node).dtype
     if x.dtype != dtype:
         x = low.b.emit("cast", x, dtype=dtype)
-    return low.b.emit("softmax", x, axis=int(low.arg(node, 1)) % x.tensor.rank)
-
-
-@rule("aten.cumsum.default")
-def _cumsum(low: Lowering, node: fx.Node) -> Result | None:
-    x = low.value(low.arg(node, 0))
-    dtype = low.type(node).dtype
-    if x.dtype != dtype:
-        x = low.b.emit("cast", x, dtype=dtype)
-    return low.b.emit("cumsum", x, axis=int(low.arg(node, 1)) % x.tensor.rank)
+    return low.b.emit(op, x, axis=int(low.arg(node, 1)) % x.tensor.rank)
 
 
 @rule("aten.topk.default")

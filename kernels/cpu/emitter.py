@@ -32,11 +32,10 @@ class KernelUse:
 class Program:
     """C++ source and what the launcher must know to call it."""
 
-    target: str
+    target: str  # its name
     dims: list[str]  # order of the dims array
-    params: list[str] = field(
-        default_factory=list
-    )  # pointers in this order, global names (a layer's in a row)
+    # Global names in the order of the pointer tables; those of one layer stand in a row.
+    params: list[str] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
     inputs: list[tuple[str, tuple[Dim, ...]]] = field(default_factory=list)
     outputs: list[tuple[str, tuple[Dim, ...]]] = field(default_factory=list)
@@ -49,7 +48,11 @@ class Program:
 
 
 class FunctionEmitter:
-    """Emits one function; op emitters call its methods."""
+    """Emits one function; op emitters call its methods.
+
+    windows: of each group of paged states, as ``paged_windows`` gives them. tables: values of the module that are
+    rotary tables in rope's own form (f32, each frequency once).
+    """
 
     def __init__(
         self,
@@ -59,13 +62,8 @@ class FunctionEmitter:
         windows: Sequence[int | None],
         tables: set[Value],
     ) -> None:
-        self.module, self.graph, self.program, self.windows, self.tables = (
-            module,
-            graph,
-            program,
-            windows,
-            tables,
-        )
+        self.module, self.graph, self.program = module, graph, program
+        self.windows, self.tables = windows, tables
         self.lines: list[str] = []
         self.refs: dict[Value, Ref] = {}
         self._param_index = {p.value: i for i, p in enumerate(graph.params)}
@@ -88,12 +86,15 @@ class FunctionEmitter:
         return seen
 
     def line(self, text: str) -> None:
+        """Add a line of C++ to the function's body."""
         self.lines.append("  " + text)
 
     def sync(self) -> None:
+        """Let the team wait: what follows may read what came before."""
         self.line("team.sync();")
 
     def need(self, header: str) -> None:
+        """Include a header of ``csrc``."""
         self.program.headers.add(header)
 
     def ref(self, value: Value) -> Ref:
@@ -130,7 +131,7 @@ class FunctionEmitter:
         return name
 
     def scratch(self, nbytes: Dim, c_type: str) -> str:
-        """Memory of this function's own, beside the plan; gives the pointer's name."""
+        """``nbytes`` of this function's own, beside the plan; gives the name of a pointer to ``c_type``."""
         self.program.scratch.append(nbytes)
         index = len(self.program.scratch) - 1
         name = f"t{index}"
@@ -142,9 +143,9 @@ class FunctionEmitter:
         width = value.shape[-1]
         if not isinstance(width, int):
             raise UnsupportedByTarget(f"@{self.graph.name}: a rotary table of symbolic width {width}")
-        return width if value in self.half_width_tables() else width // 2
+        return width if value in self._half_width_tables() else width // 2
 
-    def half_width_tables(self) -> set[Value]:
+    def _half_width_tables(self) -> set[Value]:
         half: set[Value] = set()
         for node in self.graph.nodes:
             if node.attrs.get("half_width") and node.op in ("rope", "qkv_rope_write"):
@@ -158,13 +159,18 @@ class FunctionEmitter:
         return self.windows.index(state.state.get("window"))
 
     def state(self, value: Value) -> str:
+        """The pointer to a state's blocks."""
         return f"states_[{self._state_index[value]}]"
 
     def meta(self, state: Value) -> str:
+        """The step's sequences with the block table of the state's group, as kernels take them."""
         return f"c.meta({self.group(state)})"
 
     def rows(self, value: Value, lead: int) -> tuple[Ref, str, int, str]:
-        """``value`` as rows and columns; copied to dense memory first where its strides need it."""
+        """``value`` as rows (its first ``lead`` axes) of columns (the others): ref, rows, columns, row stride in elements.
+
+        Copied to dense memory first where its strides need it. Raises ``UnsupportedByTarget`` for symbolic columns.
+        """
         ref = self.ref(value)
         shape = ref.rows(lead)
         if shape is None:
