@@ -51,6 +51,7 @@ class Builder:
                 return name
 
     def input(self, name: str, type: Type) -> Value:
+        """Declare the next argument of the function."""
         value = Value(self.fresh(name), type)
         self._inputs.append(value)
         return value
@@ -65,6 +66,7 @@ class Builder:
         return self._params[name].value
 
     def state(self, name: str, type: Type) -> Value:
+        """A state; asking again for the same name gives the same value."""
         if name not in self._states:
             self._states[name] = Value(self.fresh(name), type)
         return self._states[name]

@@ -39,6 +39,7 @@ class Origin:
     passes: tuple[str, ...] = ()
 
     def touched(self, by: str) -> "Origin":
+        """The same origin with pass ``by`` noted as the last that touched it."""
         return self if by in self.passes else replace(self, passes=(*self.passes, by))
 
     @staticmethod
@@ -81,10 +82,12 @@ class Value:
 
     @property
     def shape(self) -> tuple[Dim, ...]:
+        """Extents of a tensor, outermost first."""
         return self.tensor.shape
 
     @property
     def dtype(self) -> str:
+        """A tensor's IR dtype."""
         return self.tensor.dtype
 
     def __repr__(self) -> str:
@@ -191,6 +194,7 @@ class Param:
 
     @staticmethod
     def read(name: str, type: TensorType) -> "Param":
+        """A parameter read under its own name."""
         return Param(Value(name, type), Read(name))
 
     @property
@@ -231,12 +235,14 @@ class Graph:
         return result
 
     def param(self, name: str) -> Param:
+        """Raises ``InvalidGraph`` where there is none of that name."""
         for param in self.params:
             if param.name == name:
                 return param
         raise InvalidGraph(f"function @{self.name} has no parameter %{name}")
 
     def dim(self, name: str) -> DimDecl:
+        """Raises ``InvalidGraph`` where there is none of that name."""
         for decl in self.dims:
             if decl.name == name:
                 return decl
@@ -270,6 +276,7 @@ class Module:
 
     @property
     def main(self) -> Graph:
+        """The entry. Raises ``InvalidGraph`` where there is none."""
         if "main" not in self.functions:
             raise InvalidGraph("the module has no function @main")
         return self.functions["main"]

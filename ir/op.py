@@ -4,6 +4,7 @@ Definitions stand in ``ir/ops``; ``lookup`` loads them all. One entry is all an 
 verified, costed and matched; a reference implementation in ``kernels/reference`` makes it run.
 """
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -50,6 +51,7 @@ class OpCall:
         self.op, self.inputs, self.attrs = op, inputs, attrs
 
     def optional(self, name: str) -> TensorType | None:
+        """An operand's tensor type, None where it is left out. Raises ``TypeMismatch`` for a state or the step."""
         index = next(i for i, o in enumerate(self.op.operands) if o.name == name)
         value = self.inputs[index] if index < len(self.inputs) else None
         return None if value is None else self._tensor(name, value)
@@ -61,12 +63,14 @@ class OpCall:
         return found
 
     def raw(self, name: str) -> Type | None:
+        """An operand's type, whatever it is; None where it is left out."""
         index = next(i for i, o in enumerate(self.op.operands) if o.name == name)
         value = self.inputs[index] if index < len(self.inputs) else None
         return None if value is None else value.type
 
     @property
     def variadic(self) -> tuple[TensorType, ...]:
+        """Types of the variadic operand's values."""
         start = next(i for i, o in enumerate(self.op.operands) if o.variadic)
         return tuple(self._tensor(f"#{i}", v) for i, v in enumerate(self.inputs[start:]) if v is not None)
 
@@ -76,10 +80,12 @@ class OpCall:
         return value.type
 
     def require(self, condition: bool, message: str) -> None:
+        """Raise ``TypeMismatch`` with ``message``, unless ``condition`` holds."""
         if not condition:
             raise TypeMismatch(f"{self.op.name}: {message}")
 
     def same(self, a: Dim, b: Dim, what: str) -> None:
+        """Require two extents to be equal; ``what`` names them in the error."""
         self.require(a == b, f"{what}: {a} against {b}")
 
     def integer(self, name: str, default: int | None = None) -> int:
@@ -119,6 +125,7 @@ class Op:
 
     @property
     def pure(self) -> bool:
+        """Whether it may be removed where nobody uses its results."""
         return not (self.writes_state or self.effects)
 
     @property
@@ -128,9 +135,11 @@ class Op:
         return f"{self.name}({', '.join(parts)})"
 
     def operand_index(self, name: str) -> int:
+        """Place of an operand in the signature."""
         return next(i for i, o in enumerate(self.operands) if o.name == name)
 
     def check_attrs(self, attrs: Mapping[str, Attr]) -> None:
+        """Raises ``TypeMismatch`` for an attribute that is unknown or missing."""
         known = {a.rstrip("?") for a in self.attrs}
         needed = {a for a in self.attrs if not a.endswith("?")}
         if unknown := sorted(set(attrs) - known):
@@ -141,6 +150,7 @@ class Op:
             raise TypeMismatch(f"{self.name}: attribute {missing[0]!r} is missing")
 
     def check_operands(self, inputs: tuple[Value | None, ...]) -> None:
+        """Raises ``TypeMismatch`` for too many operands, or one that is missing."""
         variadic = bool(self.operands) and self.operands[-1].variadic
         if len(inputs) > len(self.operands) and not variadic:
             raise TypeMismatch(f"{self.name}: {len(inputs)} operands, but it takes {len(self.operands)}")
@@ -183,6 +193,7 @@ def elementwise_flops(node: Node) -> Dim:
 
 
 def no_flops(node: Node) -> Dim:
+    """Data movement: none."""
     return 0
 
 
@@ -223,8 +234,6 @@ def lookup(name: str) -> Op:
     """The op called ``name``. Raises ``UnknownOp``, with the nearest names."""
     _load()
     if name not in _OPS:
-        import difflib
-
         near = difflib.get_close_matches(name, _OPS, n=3)
         raise UnknownOp(f"unknown op {name!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
     return _OPS[name]

@@ -70,6 +70,7 @@ class Match:
         return self.values[name]
 
     def node(self, name: str) -> Node:
+        """The node that the pattern called ``name``."""
         return self.named[name]
 
 
@@ -115,6 +116,7 @@ class Matcher:
         return Match(root, attempt.values, attempt.named, tuple(attempt.nodes))
 
     def used_once(self, value: Value) -> bool:
+        """Whether exactly one node takes the value and the function does not return it."""
         return len(self.uses[value]) == 1 and value not in self.outputs
 
     def _node(self, pattern: P, node: Node, attempt: _Attempt, is_root: bool = False) -> Mismatch | None:

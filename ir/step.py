@@ -31,6 +31,7 @@ class Bucket:
         return self.fits(len(step.token_ids), len(step.seq_lens), len(step.sample_rows), step.max_query)
 
     def fits(self, tokens: int, sequences: int, rows: int, max_query: int) -> bool:
+        """Whether a step of these sizes is within all bounds."""
         return (
             tokens <= self.tokens
             and sequences <= self.sequences

@@ -110,6 +110,7 @@ class StateType:
         return dict(self.fields)[field]
 
     def get(self, field: str) -> int | None:
+        """The field, or None where an optional one is left out."""
         return dict(self.fields).get(field)
 
     @property

@@ -48,6 +48,7 @@ define(
 
 
 def check_norm(call: OpCall, x: TensorType) -> TensorType:
+    """The type of x, after its weight and bias, where the op has them, were found to fit its last axis."""
     for name in ("weight", "bias"):
         if any(o.name == name for o in call.op.operands) and (p := call.optional(name)) is not None:
             call.require(p.shape == (x.shape[-1],), f"{name} must be [{x.shape[-1]}], but is {p}")

@@ -18,6 +18,7 @@ STEP_FIELDS: dict[str, TensorType] = {
 
 
 def state(call: OpCall, kind: str, name: str = "state") -> StateType:
+    """Operand ``name`` as a state. Raises ``TypeMismatch`` where it is not of ``kind``."""
     found = call.raw(name)
     if not isinstance(found, StateType) or found.kind != kind:
         call.require(False, f"operand {name!r} must be a {kind}, but is {found}")
@@ -26,6 +27,7 @@ def state(call: OpCall, kind: str, name: str = "state") -> StateType:
 
 
 def step(call: OpCall) -> None:
+    """Raises ``TypeMismatch`` where operand 'step' is anything else."""
     call.require(
         isinstance(call.raw("step"), StepType), f"operand 'step' must be the step, but is {call.raw('step')}"
     )

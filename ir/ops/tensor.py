@@ -109,6 +109,7 @@ define("cast(x)", "another dtype, rounding to nearest even", _cast, attrs="dtype
 
 
 def axis_of(call: OpCall, rank: int, name: str = "axis") -> int:
+    """The axis attribute as a number from 0 on. Raises ``TypeMismatch`` outside of ``rank``."""
     axis = call.integer(name)
     call.require(-rank <= axis < rank, f"{name} {axis} is outside rank {rank}")
     return axis % rank

@@ -5,6 +5,7 @@ Build time only; a warm server never comes here.
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -20,16 +21,22 @@ SOURCE_DIR = Path(__file__).parent / "csrc"
 
 
 @cache
-def compiler() -> tuple[str, str]:
-    """The C++ compiler's path and its version line. Raises ``BuildFailed`` where there is none."""
-    wanted = os.environ.get("CXX") or "g++"
-    path = shutil.which(wanted) or shutil.which("c++") or shutil.which("clang++")
-    if path is None:
+def compiler() -> tuple[tuple[str, ...], str]:
+    """The C++ compiler's command and its version line. ``CXX`` may hold a command with arguments, such as ``ccache g++``.
+
+    Raises ``BuildFailed`` where there is none.
+    """
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    candidates = [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]
+    found = next((c for c in candidates if shutil.which(c[0])), None)
+    if found is None and wanted:
         raise BuildFailed(
-            f"no C++ compiler: {wanted!r} is not on the PATH. Install g++ 11 or newer, or set CXX"
+            f"CXX names {wanted[0]!r}, which is no program on the PATH. Unset it, or set it to g++ 11 or newer"
         )
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    return path, version.stdout.splitlines()[0] if version.stdout else path
+    if found is None:
+        raise BuildFailed("no C++ compiler: g++ is not on the PATH. Install g++ 11 or newer, or set CXX")
+    version = subprocess.run([*found, "--version"], capture_output=True, text=True, check=False)
+    return tuple(found), version.stdout.splitlines()[0] if version.stdout else found[0]
 
 
 @cache
@@ -73,7 +80,7 @@ def build_library(source: str, target: CpuTarget, cache_dir: Path) -> Path:
                 pool.map(lambda item: _compile(item[0], item[1], target, folder, cache_dir), sources.items())
             )
         linked = folder / "linked.so"
-        _run([compiler()[0], "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
+        _run([*compiler()[0], "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
         linked.replace(library)  # atomic: a reader sees a whole library or none
     return library
 
@@ -87,7 +94,7 @@ def _compile(name: str, source: str, target: CpuTarget, folder: Path, cache_dir:
     text.write_text(source)
     _run(
         [
-            compiler()[0],
+            *compiler()[0],
             *target.compile_flags,
             f"-ffile-prefix-map={folder}=.",
             f"-I{SOURCE_DIR}",

@@ -16,6 +16,7 @@ ACTIVATIONS = {
 
 
 def activation(node: Node) -> str:
+    """The functor of ``act.h`` that a node's ``act`` names. Raises ``UnsupportedByTarget``."""
     name = node.text("act")
     if name not in ACTIVATIONS:
         raise UnsupportedByTarget(f"{node!r}: activation {name!r} has no CPU kernel here")
@@ -128,6 +129,7 @@ def embedding(e: FunctionEmitter, node: Node) -> None:
 
 
 def norm_params(node: Node) -> str:
+    """The ``NormParams`` of a node with ``eps``, ``offset`` and ``round_first``."""
     return f"NormParams{{{c_number(node.number('eps'))}f, {c_number(node.number('offset', 0.0))}f, {'true' if node.attrs.get('round_first') else 'false'}}}"
 
 

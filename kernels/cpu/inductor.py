@@ -4,6 +4,7 @@ Build time only: what comes out is loaded by torch's C++ loader. A call that Ind
 differently from torch, stays with torch, and the ``Outcome`` says why.
 """
 
+import ast
 import dataclasses
 import hashlib
 import json
@@ -180,8 +181,6 @@ def _operands(call: HostCall, dims: Mapping[str, int]) -> tuple[Tensor, ...]:
 
 def _names(text: str) -> set[str]:
     """The dimensions in an extent's text."""
-    import ast
-
     return {n.id for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Name)} - {"FloorDiv"}
 
 

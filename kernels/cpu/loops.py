@@ -164,6 +164,7 @@ class LoopNest:
         return dropped
 
     def out(self, text: str) -> None:
+        """Add a line at the loop's present depth."""
         self.e.line(self.indent + text)
 
     def strides_of(self, value: Value, ref: Ref) -> tuple[Dim, ...]:
@@ -186,6 +187,7 @@ class LoopNest:
         return not value.shape or value.shape[-1] == 1
 
     def emit(self) -> None:
+        """Write the loop to the function."""
         lead, columns = self.shape[:-1], c_dim(self.shape[-1])
         self.e.need("loops.h")
         self.e.line("{")

@@ -9,6 +9,7 @@ import sympy
 
 from compilerllm.ir.dims import Dim, FloorDiv, dim, product
 from compilerllm.ir.graph import Graph, Node, Value
+from compilerllm.kernels.errors import UnsupportedByTarget
 
 C_TYPES: dict[str, str] = {
     "f32": "float", "bf16": "bf16", "f64": "double", "i64": "int64_t", "i32": "int32_t", "i16": "int16_t",
@@ -30,7 +31,9 @@ def c_dim(value: Dim) -> str:
         return "(" + " * ".join(c_dim(dim(a)) for a in value.args) + ")"
     if isinstance(value, sympy.Pow) and value.args[1].is_Integer and int(value.args[1]) > 0:
         return "(" + " * ".join([c_dim(dim(value.args[0]))] * int(value.args[1])) + ")"
-    raise NotImplementedError(f"no C for dimension {value}")
+    raise UnsupportedByTarget(
+        f"the size {value} cannot be computed by generated code; compile with --optimization-level 0"
+    )
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Ref:
 
     @property
     def c_type(self) -> str:
+        """The C++ type of an element."""
         return C_TYPES[self.dtype]
 
     @property
@@ -55,6 +59,7 @@ class Ref:
 
     @property
     def contiguous(self) -> bool:
+        """Whether the elements lie without gaps, in row-major order."""
         return all(
             e == 1 or s == w
             for e, s, w in zip(self.shape, self.strides, dense_strides(self.shape), strict=True)

@@ -24,6 +24,7 @@ class CpuTarget:
 
     @property
     def compile_flags(self) -> tuple[str, ...]:
+        """Everything the compiler is told, the instruction set included."""
         return (*_COMMON, *self.flags)
 
 

@@ -75,6 +75,7 @@ class Library:
         self.dll.cllm_read.restype = C.c_float
 
     def packed_bytes(self, layout: str, rows: int, columns: int) -> int:
+        """Bytes of a matrix [rows, columns] in a packed layout, padding included."""
         return int(self.dll.cllm_packed_bytes(LAYOUTS[layout], rows, columns))
 
     def kv_block_bytes(self, dtype: str, heads: int, dim: int) -> int:

@@ -26,10 +26,12 @@ class ParameterSpec:
 
     @staticmethod
     def parse(name: str, dtype: str, shape: Iterable[int], recipe: str) -> "ParameterSpec":
+        """From the manifest's text. Raises ``RecipeError``."""
         return ParameterSpec(name, dtype, tuple(shape), parse_recipe(recipe))
 
     @property
     def layout(self) -> str:
+        """The kernels' layout; empty where the parameter is stored as it is."""
         return self.recipe.layout if isinstance(self.recipe, Relayout) else ""
 
     @property

@@ -194,6 +194,7 @@ class SourceSpec:
         raise WeightError(f"unknown kind of checkpoint {self.kind!r}; known: safetensors, gguf, dummy")
 
     def to_json(self) -> dict[str, Any]:
+        """What a manifest stores; ``from_json`` reads it back."""
         return {"kind": self.kind, "path": self.path} | (
             {"tensors": dict(self.tensors)} if self.tensors else {}
         )
