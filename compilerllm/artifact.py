@@ -9,6 +9,7 @@ import contextlib
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from compilerllm.errors import CompilerLLMError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_STALE_SECONDS = 24 * 3600
 
 
 class ArtifactInvalid(CompilerLLMError):
@@ -72,6 +74,8 @@ def building(key: str) -> Iterator[Path]:
     target = artifact_path(key)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        _sweep(cache_dir() / "libraries")
         scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{key[:12]}-"))
     except OSError as error:
         raise CacheUnusable(
@@ -92,3 +96,11 @@ def building(key: str) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what builds that were killed left, which is what is older than any build takes."""
+    for left in folder.glob(".*-*"):
+        with contextlib.suppress(OSError):  # somebody else was faster
+            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)

@@ -9,10 +9,12 @@ import hashlib
 import importlib.metadata
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +52,12 @@ OnStage = Callable[[str], None]
 
 
 class CompileFailed(CompilerLLMError):
-    """The build child ended with an error; the message is the child's."""
+    """The build child ended with an error; the message is the child's. Its traceback, if any, is this one's note."""
+
+    def __init__(self, message: str, printed: str = "") -> None:
+        super().__init__(message)
+        if printed:
+            self.add_note(f"The compiler's process printed:\n{printed}")
 
 
 @dataclass(frozen=True)
@@ -137,32 +144,62 @@ class Found:
 
 
 def ensure_artifact(request: CompileRequest, place: Path, on_stage: OnStage | None = None) -> Found:
-    """The artifact for ``request``, built in a child process where the cache has none. Raises ``CompileFailed``."""
+    """The artifact for ``request``, built in a child process where the cache has none. Raises ``CompileFailed``.
+
+    An interruption of this process, by Ctrl-C or a signal handler that raises, ends the child too.
+    """
     start = time.perf_counter()
     key = artifact_key(request, place)
     path = artifact_path(key)
     if read_manifest(path) is not None:
         return Found(path, True, time.perf_counter() - start)
     order = json.dumps(dataclasses.asdict(request))
-    command = [sys.executable, "-m", "compilerllm.compiler", order, str(place), key]
+    # -P: what lies in the working directory is no module
+    run_child([sys.executable, "-P", "-m", "compilerllm.compiler", order, str(place), key], on_stage)
+    if read_manifest(path) is None:
+        raise CompileFailed(f"the compiler ended well but left no artifact in {path}")
+    return Found(path, False, time.perf_counter() - start)
+
+
+def run_child(command: list[str], on_stage: OnStage | None = None) -> None:
+    """Run a process that reports as ``main`` does, to its end. Raises ``CompileFailed`` with what it says."""
     message = ""
     # A file, since nobody reads a pipe for errors before the child ends, and Inductor may write more than one holds.
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert child.stdout is not None
-        for line in child.stdout:
-            kind, _, text = line.rstrip("\n").partition(" ")
-            if kind == "stage" and on_stage is not None:
-                on_stage(text)
-            elif kind == "error":
-                message = json.loads(text)
-        if child.wait() != 0:
-            errors.seek(0)
-            said = errors.read().strip()[-4000:]
-            raise CompileFailed(message or f"the compiler ended with exit code {child.returncode}:\n{said}")
-    if read_manifest(path) is None:
-        raise CompileFailed(f"the compiler ended well but left no artifact in {path}")
-    return Found(path, False, time.perf_counter() - start)
+        try:
+            for line in child.stdout:
+                kind, _, text = line.rstrip("\n").partition(" ")
+                if kind == "stage" and on_stage is not None:
+                    on_stage(text)
+                elif kind == "error":
+                    message = json.loads(text)
+            status = child.wait()
+        except BaseException:
+            _end(child)
+            raise
+        errors.seek(0)
+        printed = errors.read().strip()[-4000:]
+    if status < 0:
+        raise CompileFailed(
+            f"the compiler's process was killed by {signal.Signals(-status).name}. SIGKILL often means that memory "
+            "ran out: free some, or compile on a machine with more and copy the cache.",
+            printed,
+        )
+    if status != 0:
+        last = printed.splitlines()[-1] if printed else "it said nothing"
+        raise CompileFailed(message or f"the compiler ended with exit code {status}: {last}", printed)
+
+
+def _end(child: "subprocess.Popen[str]") -> None:
+    """End a build: at SIGTERM it removes what it has begun, which takes as long as a C++ compiler may be running."""
+    child.terminate()
+    try:
+        child.wait(10)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = lambda stage: None) -> Path:
@@ -317,13 +354,27 @@ def main(arguments: list[str]) -> int:
     from compilerllm.ir.errors import IRError
     from compilerllm.kernels.errors import KernelError
 
-    request = CompileRequest(**json.loads(arguments[0]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds, so that nothing half built stays
     try:
+        request = CompileRequest(**json.loads(arguments[0]))
         build(request, Path(arguments[1]), arguments[2], lambda stage: print(f"stage {stage}", flush=True))
     except (CompilerLLMError, IRError, KernelError) as error:
-        print("error " + json.dumps(str(error)), flush=True)
-        return 1
-    return 0
+        message = str(error)
+    except MemoryError:
+        message = (
+            "memory ran out while compiling. Free some, or compile on a machine with more and copy the cache."
+        )
+    except Exception as error:  # noqa: BLE001 - a bug; its traceback goes to whoever asks with --debug
+        traceback.print_exc()
+        said = (str(error).splitlines() or [""])[0]
+        message = (
+            f"{arguments[1]} cannot be compiled: {type(error).__name__}: {said}. This was not foreseen: if the "
+            "checkpoint is sound, please report it with what --debug and `compilerllm collect-env` print."
+        )
+    else:
+        return 0
+    print("error " + json.dumps(message), flush=True)
+    return 1
 
 
 if __name__ == "__main__":

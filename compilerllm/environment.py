@@ -24,8 +24,8 @@ def num_threads() -> int:
     Raises ``InvalidEnvironment`` for what is no number from 1 to 256.
     """
     given = os.environ.get(NUM_THREADS)
-    if given is None:
+    if not given:
         return len(os.sched_getaffinity(0))
-    if not given.isdigit() or not 1 <= int(given) <= 256:
+    if not given.isdecimal() or not 1 <= int(given) <= 256:
         raise InvalidEnvironment(f"{NUM_THREADS} must be a whole number from 1 to 256, but is {given!r}")
     return int(given)

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from compilerllm.models.errors import InvalidCheckpoint
+
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -39,11 +41,16 @@ class ModelFacts:
 
 
 def generation_config(folder: Path | None) -> dict[str, Any]:
-    """What ``generation_config.json`` says; nothing where there is none."""
+    """What ``generation_config.json`` says; nothing where there is none. Raises ``InvalidCheckpoint``."""
     path = folder / "generation_config.json" if folder is not None else None
     if path is None or not path.is_file():
         return {}
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidCheckpoint(
+            f"{path} is no valid JSON ({error}); download it again, or delete it"
+        ) from error
     return found if isinstance(found, dict) else {}
 
 

@@ -137,6 +137,10 @@ def _config(folder: Path) -> Any:
                 "upgrade transformers, or use another model"
             ) from error
         raise InvalidCheckpoint(f"{file} cannot be used: {first_line(error)}") from error
+    except ArithmeticError as error:  # such as a width divided by no heads
+        raise InvalidCheckpoint(
+            f"{file} contradicts itself: {first_line(error)}. Download it again, or mend it"
+        ) from error
     except (OSError, TypeError, KeyError, AttributeError) as error:
         raise InvalidCheckpoint(f"{file} cannot be read: {first_line(error)}; download it again") from error
 

@@ -8,6 +8,8 @@ import json
 import shutil
 from pathlib import Path
 
+from tokenizers import Tokenizer as RawTokenizer
+
 from compilerllm.kernels.launch.files import GgufFile
 from compilerllm.models.errors import InvalidCheckpoint, first_line
 from compilerllm.models.resolve import ResolvedCheckpoint
@@ -33,6 +35,7 @@ def export_tokenizer(checkpoint: ResolvedCheckpoint, folder: Path) -> bool:
         return True
     for name in _COPIED:
         if (checkpoint.path / name).is_file():
+            _check(checkpoint.path / name)
             shutil.copyfile(checkpoint.path / name, folder / name)
     if (folder / "tokenizer.json").is_file():
         return True
@@ -45,14 +48,34 @@ def export_tokenizer(checkpoint: ResolvedCheckpoint, folder: Path) -> bool:
     return True
 
 
+def _check(file: Path) -> None:
+    """Find a damaged file now, while it is the user's that can be named. Raises ``InvalidCheckpoint``."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.name == "tokenizer.json":
+            RawTokenizer.from_str(text)
+        elif file.suffix == ".json":
+            json.loads(text)
+    except Exception as error:  # the tokenizers package raises bare ones for whatever it cannot read
+        raise InvalidCheckpoint(f"{file} cannot be read: {first_line(error)}; download it again") from error
+
+
 def _save(source: str, folder: Path, gguf_file: str | None) -> None:
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf_file} if gguf_file else {}))
-        tokenizer.save_pretrained(folder)
     except (ValueError, OSError, KeyError, ImportError, AttributeError, TypeError) as error:
-        raise InvalidCheckpoint(f"{source}: the tokenizer cannot be read: {first_line(error)}") from error
+        raise InvalidCheckpoint(
+            f"{source}: the tokenizer cannot be read: {first_line(error)} Save the model's tokenizer there with "
+            "transformers (tokenizer.save_pretrained)"
+        ) from error
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # the tokenizers package raises bare ones where it cannot write
+        raise OSError(f"{folder}: {first_line(error)}") from error
     if not (folder / "tokenizer.json").is_file():
         raise InvalidCheckpoint(
             f"{source} has no tokenizer.json and none can be made from its tokenizer; convert it first"

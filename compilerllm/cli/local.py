@@ -15,7 +15,9 @@ def compile_model(config: EngineConfig) -> "Found":
     from compilerllm.checkpoint import locate
     from compilerllm.cli.terminal import compile_progress
     from compilerllm.compiler import CompileRequest, ensure_artifact
+    from compilerllm.environment import num_threads
 
+    num_threads()  # a mistake in the environment is told before the compile, not after it
     with compile_progress() as on_stage:
         return ensure_artifact(CompileRequest.of(config), locate(config.model.model), on_stage)
 

@@ -9,6 +9,7 @@ import pytest
 
 from compilerllm.cli.main import COMMANDS, main
 from compilerllm.config import EngineConfig
+from compilerllm.environment import num_threads
 from compilerllm.server.config import ServerConfig
 
 
@@ -67,6 +68,23 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], stat
     got, out, err = run(capsys, *arguments)
     assert (got, out) == (status, "") and words in err
     assert err.startswith("compilerllm: ") and "Traceback" not in err
+
+
+@pytest.mark.parametrize("threads", ["abc", "0", "-1", "1.5", "257", "²"])
+def test_a_mistake_in_the_environment_is_told_before_anything_is_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: str
+) -> None:
+    monkeypatch.setenv("COMPILERLLM_NUM_THREADS", threads)
+    status, _, err = run(capsys, "generate", str(tmp_path / "m.gguf"), "text")
+    assert (
+        status == 1
+        and f"COMPILERLLM_NUM_THREADS must be a whole number from 1 to 256, but is {threads!r}" in err
+    )
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPILERLLM_NUM_THREADS", "")
+    assert num_threads() >= 1
 
 
 def test_debug_shows_the_traceback() -> None:

@@ -1,11 +1,15 @@
 """Artifacts: what a server refuses to run, and that builders do not get into each other's way."""
 
+import os
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from compilerllm.artifact import ArtifactInvalid, artifact_path, building, read_manifest
 from compilerllm.compiled import check_machine
+from compilerllm.compiler import CompileFailed, run_child
 
 
 def test_other_machine_is_refused() -> None:
@@ -38,3 +42,53 @@ def test_damaged_manifest_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"format": 1')
     with pytest.raises(ArtifactInvalid, match=r"Delete .* to build it again"):
         read_manifest(tmp_path)
+
+
+def test_what_killed_builds_left_is_removed_once_it_is_old(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COMPILERLLM_CACHE_DIR", str(tmp_path))
+    artifacts = artifact_path("abc").parent
+    for name in (".abc-old", ".abc-running"):
+        (artifacts / name).mkdir(parents=True)
+    os.utime(artifacts / ".abc-old", (time.time() - 90_000,) * 2)
+    with building("abc") as folder:
+        (folder / "manifest.json").write_text('{"format": 1}')
+    assert sorted(p.name for p in artifacts.iterdir()) == [".abc-running", "abc"]
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL.*memory ran out"),
+        ("""print('error "no room"'); raise SystemExit(1)""", "^no room$"),
+        ("raise SystemExit('odd')", "exit code 1: odd"),
+    ],
+)
+def test_how_a_build_ends_is_told_in_a_line(program: str, says: str) -> None:
+    with pytest.raises(CompileFailed, match=says) as caught:
+        run_child([sys.executable, "-c", program])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unforeseen_error_is_a_line_and_its_traceback_a_note(tmp_path: Path) -> None:
+    """A request that no face makes, so that reading it is a mistake of ours."""
+    command = [sys.executable, "-P", "-m", "compilerllm.compiler"]
+    with pytest.raises(CompileFailed, match=r"not foreseen.*--debug") as caught:
+        run_child([*command, '{"colour": "red"}', str(tmp_path), "key"])
+    assert "\n" not in str(caught.value)
+    assert "Traceback" in caught.value.__notes__[0]
+
+
+def test_an_interrupted_build_ends_its_process() -> None:
+    pids: list[int] = []
+
+    def interrupt(stage: str) -> None:
+        pids.append(int(stage))
+        raise KeyboardInterrupt
+
+    program = "import os, time; print('stage', os.getpid(), flush=True); time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        run_child([sys.executable, "-c", program], interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)

@@ -81,6 +81,12 @@ DAMAGE: dict[str, tuple[Any, type[IRError], str]] = {
         lambda f: edit(f / "config.json", intermediate_size=128), WeightMismatch, r"mlp.gate_proj.weight must be f32\[128, 64\]",
     ),
     "heads do not divide": (lambda f: edit(f / "config.json", num_attention_heads=5), InvalidCheckpoint, "not a multiple"),
+    "no heads": (
+        lambda f: edit(f / "config.json", num_attention_heads=0, head_dim=None), InvalidCheckpoint, "contradicts itself.*zero",
+    ),
+    "generation config not JSON": (
+        lambda f: (f / "generation_config.json").write_text("{]"), InvalidCheckpoint, "generation_config.json is no valid",
+    ),
 }  # fmt: skip
 
 

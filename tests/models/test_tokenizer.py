@@ -42,6 +42,26 @@ def test_a_broken_tokenizer_is_named(folder: Path, tmp_path: Path) -> None:
         export_tokenizer(resolve(folder), tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_is_named_where_the_user_has_it(folder: Path, tmp_path: Path, name: str) -> None:
+    (folder / name).write_text('{"version": ')
+    with pytest.raises(InvalidCheckpoint, match=f"{folder}/{name} cannot be read"):
+        export_tokenizer(resolve(folder), tmp_path / "out")
+
+
+def test_a_full_disk_is_no_fault_of_the_tokenizer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unsaved:
+        def save_pretrained(self, folder: Path) -> None:
+            raise Exception("No space left on device (os error 28)")
+
+    (folder / "vocab.json").write_text("{}")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: Unsaved())
+    with pytest.raises(OSError, match="No space left"):
+        export_tokenizer(resolve(folder), tmp_path / "out")
+
+
 @pytest.mark.weights
 def test_smollm2(smollm2_gguf: Path, tmp_path: Path) -> None:
     assert export_tokenizer(resolve(smollm2_gguf), tmp_path)
