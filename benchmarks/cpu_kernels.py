@@ -83,7 +83,7 @@ class Bench:
         size: int,
         layers: int,
     ) -> Callable[[], None]:
-        x = torch.zeros(T, k, dtype=dtype)
+        x = torch.randn(T, k).to(dtype)
         y = torch.zeros(T, n, dtype=torch.float32 if epilogue == lib.FLOAT else dtype)
 
         def call() -> None:
