@@ -50,7 +50,24 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         raise ArtifactInvalid(
             f"{path} has another format than this version's ({FORMAT}). Delete {folder} to build it again."
         )
+    for name, size in manifest.get("files", {}).items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:  # a library that breaks off would end the process at its first call
+            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise ArtifactInvalid(f"{file} {state}. Delete {folder} to build it again.")
     return manifest
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest, with the sizes of the files that are there. The last step of a build."""
+    files = {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    text = json.dumps({**manifest, "format": FORMAT, "files": files}, indent=1, sort_keys=True)
+    (folder / MANIFEST).write_text(text)
 
 
 def opaque_line(manifest: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from compilerllm import __version__
-from compilerllm.artifact import FORMAT, MANIFEST, artifact_path, building, read_manifest
+from compilerllm.artifact import FORMAT, artifact_path, building, read_manifest, write_manifest
 from compilerllm.config import EngineConfig
 from compilerllm.environment import cache_dir
 from compilerllm.errors import CompilerLLMError
@@ -260,7 +260,7 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
         facts = captured.facts
         has_tokenizer = export_tokenizer(checkpoint, folder / "tokenizer")
         manifest |= {
-            "format": FORMAT, "version": __version__, "key": key, "target": target.name, "level": request.level,
+            "version": __version__, "key": key, "target": target.name, "level": request.level,
             "features": sorted(target.features) if request.level else [],
             "facts": facts.to_json(), "source": captured.weights.to_json() | {"path": ""}, "library": "program.so",
             "tokenizer": has_tokenizer, "vocab_size": facts.vocab_size,
@@ -278,7 +278,7 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
         }  # fmt: skip
         stage("")
         manifest["seconds"] = {k: round(v, 3) for k, v in seconds.items()}
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+        write_manifest(folder, manifest)
     return artifact_path(key)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compilerllm.artifact import ArtifactInvalid, artifact_path, building, read_manifest
+from compilerllm.artifact import ArtifactInvalid, artifact_path, building, read_manifest, write_manifest
 from compilerllm.compiled import check_machine
 from compilerllm.compiler import CompileFailed, run_child
 
@@ -41,6 +41,20 @@ def test_second_builder_keeps_the_first_ones_artifact(
 def test_damaged_manifest_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"format": 1')
     with pytest.raises(ArtifactInvalid, match=r"Delete .* to build it again"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "broken off"])
+def test_an_incomplete_file_is_found_before_it_is_used(tmp_path: Path, damage: str) -> None:
+    library = tmp_path / "program.so"
+    library.write_bytes(b"x" * 100)
+    write_manifest(tmp_path, {"key": "abc"})
+    assert read_manifest(tmp_path) is not None
+    if damage == "missing":
+        library.unlink()
+    else:
+        os.truncate(library, 50)
+    with pytest.raises(ArtifactInvalid, match=rf"program\.so .*Delete {tmp_path} to build it again"):
         read_manifest(tmp_path)
 
 
