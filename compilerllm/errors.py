@@ -1,5 +1,10 @@
 """Errors a user can cause. Each says what is wrong, where, and what to do; none is shown with a traceback."""
 
+OUT_OF_MEMORY = (
+    "Memory ran out. Free some, lower --max-num-batched-tokens, --max-num-seqs or --kv-cache-bytes, or use a "
+    "quantised checkpoint."
+)
+
 
 class CompilerLLMError(Exception):
     """Base of every error that a user's input, file, flag or environment can cause."""
@@ -42,6 +47,10 @@ class QueueFull(CompilerLLMError):
 
 class EngineStartFailed(CompilerLLMError):
     """The engine process could not start; the message says why."""
+
+
+class KVCacheTooLarge(CompilerLLMError):
+    """The KV cache asked for is larger than the memory that there is."""
 
 
 class KVCacheTooSmall(CompilerLLMError):

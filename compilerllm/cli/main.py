@@ -10,7 +10,7 @@ import os
 import sys
 
 from compilerllm.cli.flags import Parser, UsageError
-from compilerllm.errors import CompilerLLMError
+from compilerllm.errors import OUT_OF_MEMORY, CompilerLLMError
 
 # Command -> its line in the help. Each is a module of this package with ``add_arguments`` and ``run``.
 COMMANDS = {
@@ -50,6 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except MemoryError as error:
+        if debug:
+            raise
+        print(
+            f"compilerllm: {OUT_OF_MEMORY} ({error})" if str(error) else f"compilerllm: {OUT_OF_MEMORY}",
+            file=sys.stderr,
+        )
+        return 1
     except Exception as error:
         if debug or not _is_explained(error):
             raise

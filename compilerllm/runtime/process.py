@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from compilerllm.config import EngineConfig
-from compilerllm.errors import CompilerLLMError
+from compilerllm.errors import OUT_OF_MEMORY, CompilerLLMError
 from compilerllm.ir.step import Executable
 from compilerllm.runtime.engine import InProcessEngine
 from compilerllm.runtime.messages import Batch, Delta, Failed, Inbound, ModelFacts, Request
@@ -59,7 +59,9 @@ def main() -> None:
     outbox.connect(f"ipc://{directory}/out")
     try:
         engine = load(msgspec.json.decode((directory / START_FILE).read_bytes(), type=Start))
-    except (CompilerLLMError, OSError, MemoryError) as error:
+    except MemoryError as error:
+        outbox.send(_encode(Failed(f"{OUT_OF_MEMORY} ({error})")))
+    except (CompilerLLMError, OSError) as error:
         outbox.send(_encode(Failed(str(error) or type(error).__name__)))
     except Exception as error:
         log.exception("The engine could not start.")

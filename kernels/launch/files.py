@@ -57,7 +57,7 @@ def _map(path: Path) -> mmap.mmap:
         raise DamagedFile(f"{path} is empty; {_REMEDY}") from error
     except OSError as error:
         raise MissingFile(
-            f"{path} cannot be read: {error.strerror or error}; check its permissions"
+            f"{path} cannot be read: {error.strerror or error}; check its permissions, and that memory is free"
         ) from error
 
 

@@ -22,7 +22,11 @@ class Region:
         try:
             self._map = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
-            raise ArtifactError(f"cannot reserve {self.size / 2**20:,.0f} MiB for {what}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ArtifactError(
+                f"cannot reserve {self.size / 2**20:,.0f} MiB for {what}: {reason}. Free memory, or lower "
+                "--max-num-batched-tokens, --max-num-seqs or --kv-cache-bytes."
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages serves small ones, only slower
                 self._map.madvise(mmap.MADV_HUGEPAGE)

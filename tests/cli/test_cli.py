@@ -82,6 +82,17 @@ def test_a_mistake_in_the_environment_is_told_before_anything_is_compiled(
     )
 
 
+def test_memory_that_runs_out_is_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(_: EngineConfig) -> None:
+        raise MemoryError("Unable to allocate 384. MiB")
+
+    monkeypatch.setattr("compilerllm.cli.local.compile_model", allocate)
+    status, _, err = run(capsys, "generate", "m", "text")
+    assert status == 1 and err.startswith("compilerllm: Memory ran out. Free some") and "384. MiB" in err
+
+
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPILERLLM_NUM_THREADS", "")
     assert num_threads() >= 1

@@ -11,6 +11,7 @@ from compilerllm.errors import (
     CompilerLLMError,
     ContextLengthExceeded,
     InvalidParameter,
+    KVCacheTooLarge,
     KVCacheTooSmall,
     QueueFull,
 )
@@ -270,6 +271,19 @@ def test_blocks_come_from_bytes_and_are_no_more_than_sequences_can_use() -> None
             max_num_seqs=8,
         )
     assert 1 << 20 < available_memory() < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("asked", "flag"),
+    [
+        (CacheConfig(num_blocks=10**15), "--num-blocks"),
+        (CacheConfig(kv_cache_bytes=1 << 60), "--kv-cache-bytes"),
+    ],
+)
+def test_blocks_beyond_the_memory_there_is_are_an_error(asked: CacheConfig, flag: str) -> None:
+    group = StateGroup("kv", "paged", 32, 1 << 20)
+    with pytest.raises(KVCacheTooLarge, match=f"MiB of memory are available. Lower {flag}"):
+        count_blocks(asked, (group,), max_model_len=1 << 40, max_num_seqs=256)
 
 
 def test_slot_states_alone_are_served_without_blocks() -> None:
