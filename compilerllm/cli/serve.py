@@ -40,7 +40,7 @@ def _serve(config: Any, server: ServerConfig, listener: Any) -> None:
     from compilerllm.cli import local
     from compilerllm.cli.terminal import print_card
     from compilerllm.runtime.client import ProcessEngine
-    from compilerllm.server.run import address_of, run
+    from compilerllm.server.run import address_of, listen, run
 
     found = local.compile_model(config)
     engine = ProcessEngine(config)
@@ -53,7 +53,7 @@ def _serve(config: Any, server: ServerConfig, listener: Any) -> None:
         if not found.hit:
             # The engine found in the cache what was compiled here a moment ago.
             card["compile"] = f"{found.seconds:.1f} s;{card.get('compile', '').partition(';')[2]}"
-        listener.listen(1024)  # from the moment the card says so, whoever connects is answered
+        listen(listener, server)  # from the moment the card says so, whoever connects is answered
         print_card({**card, "listening": address_of(listener) + "/v1"})
         run(build_app(engine, tokenizer, server, config.model.display_name), listener, server)
     finally:

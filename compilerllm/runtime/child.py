@@ -118,18 +118,11 @@ class EngineProcess:
         self.last_heard = time.monotonic()
         return _decode(data)
 
-    def close(self, *, kill: bool = False) -> None:
-        """End the process and remove what it left. Idempotent. ``kill``: it is not worth asking."""
+    def close(self) -> None:
+        """End the process and remove what it left. Idempotent."""
         if self._process.poll() is None:
-            if kill:
-                self._process.kill()
-            else:
-                self._process.terminate()
-            try:
-                self._process.wait(3)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._process.kill()  # it holds nothing that would have to be saved, and heeds no other signal
+            self._process.wait()
         if self._async_outbox is not None:
             self._async_outbox.close(linger=0)
         self._context.destroy(linger=0)

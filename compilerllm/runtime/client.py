@@ -175,7 +175,7 @@ class ProcessEngine:
         """Clear away a dead process. Returns the last deltas of all open requests."""
         assert self._child is not None
         log.error("The engine process ended: %s. %d requests were open.", reason, len(self._open))
-        self._child.close(kill=True)
+        self._child.close()
         self._child = None
         self._health = "restarting"
         self._note_death()

@@ -45,9 +45,9 @@ class Start(msgspec.Struct, frozen=True):
 def main() -> None:
     """Load, say ready, serve. Exit status 0 after a failure that was told to the parent."""
     logging.basicConfig(level=logging.INFO, format="engine: %(message)s", stream=sys.stderr)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent ends us in order
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        # Ctrl-C and service managers reach the whole group; the parent ends us once open requests have finished.
+        signal.signal(ending, signal.SIG_IGN)
     directory, parent = Path(sys.argv[1]), int(sys.argv[2])
     life = _Lifeline(directory, parent)
     life.start()

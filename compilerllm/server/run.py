@@ -28,6 +28,14 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def listen(listener: socket.socket, config: ServerConfig) -> None:
+    """Begin to take connections. Raises ``PortInUse`` where another server, bound as we are, was ready first."""
+    try:
+        listener.listen(1024)
+    except OSError as error:
+        raise PortInUse(config.host, config.port, _reason(error)) from error
+
+
 def _reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
 

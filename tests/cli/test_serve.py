@@ -77,7 +77,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         process.communicate()
 
 
-def test_the_card_then_answers_then_sigterm_lets_open_requests_finish(start: Callable[..., Started]) -> None:
+@pytest.mark.parametrize("group", [False, True], ids=["server", "whole group"])
+def test_the_card_then_answers_then_sigterm_lets_open_requests_finish(
+    start: Callable[..., Started], group: bool
+) -> None:
+    """A service manager sends SIGTERM to all processes of a service, the engine's too."""
     process, url, printed = start("delay=0.01", "--served-model-name", "tiny")
     assert re.search(r"^model: +fake$", printed, re.MULTILINE) and re.search(
         r"^compile: +1\.2 s", printed, re.MULTILINE
@@ -95,7 +99,8 @@ def test_the_card_then_answers_then_sigterm_lets_open_requests_finish(start: Cal
     }
     stream = client.completions.create(**ask)
     next(iter(stream))
-    process.send_signal(signal.SIGTERM)
+    for pid in [process.pid, *map(int, children)] if group else [process.pid]:
+        os.kill(pid, signal.SIGTERM)
     rest = list(stream)
     assert rest[-1].choices[0].finish_reason == "length"
     assert process.wait(15) == 0

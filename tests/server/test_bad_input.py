@@ -13,7 +13,7 @@ import pytest
 from compilerllm.errors import InvalidParameter
 from compilerllm.server.config import ServerConfig
 from compilerllm.server.errors import PortInUse
-from compilerllm.server.run import bind
+from compilerllm.server.run import bind, listen
 from compilerllm.text.tokenizer import Tokenizer
 from tests.server.conftest import Live, Start
 
@@ -354,6 +354,15 @@ def test_a_port_in_use() -> None:
             bind(ServerConfig(port=port))
     with pytest.raises(PortInUse, match=r"nowhere\.invalid"):
         bind(ServerConfig(host="nowhere.invalid"))
+
+
+def test_a_port_that_another_server_took_while_both_loaded() -> None:
+    with bind(ServerConfig(port=0)) as first:
+        config = ServerConfig(port=first.getsockname()[1])
+        with bind(config) as second:  # neither listens yet
+            listen(first, config)
+            with pytest.raises(PortInUse, match="already in use"):
+                listen(second, config)
 
 
 @pytest.mark.parametrize(
