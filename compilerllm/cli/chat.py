@@ -30,11 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     params = read_sampling(args)
     from compilerllm.cli.local import open_model
-    from compilerllm.cli.terminal import print_card
+    from compilerllm.cli.terminal import print_card, startup_card
 
-    with open_model(read_engine_config(args)) as llm:
+    found, llm = open_model(read_engine_config(args))
+    with llm:
         if sys.stdin.isatty():
-            print_card(llm.card)
+            print_card(startup_card(llm.card, found))
         talk(llm, params, args.system)
     return 0
 

@@ -19,7 +19,8 @@ def run(args: argparse.Namespace) -> int:
     params = read_sampling(args)
     from compilerllm.cli.local import open_model
 
-    with open_model(read_engine_config(args)) as llm:
+    _, llm = open_model(read_engine_config(args))
+    with llm:
         for piece in llm.stream(args.text, params):
             print(piece, end="", flush=True)
     print()

@@ -22,12 +22,12 @@ def compile_model(config: EngineConfig) -> "Found":
         return ensure_artifact(CompileRequest.of(config), locate(config.model.model), on_stage)
 
 
-def open_model(config: EngineConfig) -> "LLM":
+def open_model(config: EngineConfig) -> "tuple[Found, LLM]":
     """Compile with a progress bar if need be, then load."""
     from compilerllm.llm import LLM
 
-    compile_model(config)
-    return LLM(**flat_options(config))
+    found = compile_model(config)
+    return found, LLM(**flat_options(config))
 
 
 def flat_options(config: EngineConfig) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(config: Any, server: ServerConfig, listener: Any) -> None:
     from compilerllm.cli import local
-    from compilerllm.cli.terminal import print_card
+    from compilerllm.cli.terminal import print_card, startup_card
     from compilerllm.runtime.client import ProcessEngine
     from compilerllm.server.run import address_of, listen, run
 
@@ -49,10 +49,7 @@ def _serve(config: Any, server: ServerConfig, listener: Any) -> None:
             face = thread.submit(_load_face, found.path / "tokenizer")
             ready = engine.start()
             build_app, tokenizer = face.result()
-        card = dict(ready.card)
-        if not found.hit:
-            # The engine found in the cache what was compiled here a moment ago.
-            card["compile"] = f"{found.seconds:.1f} s;{card.get('compile', '').partition(';')[2]}"
+        card = startup_card(ready.card, found)
         listen(listener, server)  # from the moment the card says so, whoever connects is answered
         print_card({**card, "listening": address_of(listener) + "/v1"})
         run(build_app(engine, tokenizer, server, config.model.display_name), listener, server)

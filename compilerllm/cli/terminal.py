@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from compilerllm.compiler import STAGES
+from compilerllm.compiler import STAGES, Found
 
 
 @contextmanager
@@ -32,6 +32,13 @@ def compile_progress() -> Iterator[Callable[[str], None]]:
     finally:
         if started:
             bar.stop()
+
+
+def startup_card(card: dict[str, str], found: Found) -> dict[str, str]:
+    """An engine's card; where this command compiled, the engine found in the cache what was put there a moment ago."""
+    if found.hit:
+        return card
+    return {**card, "compile": f"{found.seconds:.1f} s;{card.get('compile', '').partition(';')[2]}"}
 
 
 def print_card(card: dict[str, str]) -> None:

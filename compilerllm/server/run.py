@@ -1,5 +1,6 @@
 """Listening and shutting down: what stands between the application and the operating system."""
 
+import logging
 import os
 import signal
 import socket
@@ -10,6 +11,8 @@ from fastapi import FastAPI
 
 from compilerllm.server.config import ServerConfig
 from compilerllm.server.errors import PortInUse
+
+log = logging.getLogger("compilerllm.server")
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -47,8 +50,23 @@ def address_of(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
+class _Server(uvicorn.Server):
+    """Says what it waits for at the end, and ends the application in order also when that is cut short."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if count := len(self.server_state.tasks):
+            log.info(
+                "Shutting down: %d open requests have %s s to finish. Ctrl-C again ends them now.",
+                count,
+                self.config.timeout_graceful_shutdown,
+            )
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn would leave the application's tasks to be cancelled, and log that
+            await self.lifespan.shutdown()
+
+
 def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
-    return uvicorn.Server(
+    return _Server(
         uvicorn.Config(
             app,
             loop="auto",  # uvloop where it is installed

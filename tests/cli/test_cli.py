@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from compilerllm.cli.main import COMMANDS, main
+from compilerllm.cli.terminal import startup_card
+from compilerllm.compiler import Found
 from compilerllm.config import EngineConfig
 from compilerllm.environment import num_threads
 from compilerllm.server.config import ServerConfig
@@ -91,6 +93,13 @@ def test_memory_that_runs_out_is_told_in_a_line(
     monkeypatch.setattr("compilerllm.cli.local.compile_model", allocate)
     status, _, err = run(capsys, "generate", "m", "text")
     assert status == 1 and err.startswith("compilerllm: Memory ran out. Free some") and "384. MiB" in err
+
+
+def test_the_card_says_what_this_command_compiled() -> None:
+    card = {"model": "m", "compile": "found in the cache; weights loaded in 0.1 s"}
+    assert startup_card(card, Found(Path("a"), True, 0.1)) == card
+    built = startup_card(card, Found(Path("a"), False, 9.87))
+    assert built == {"model": "m", "compile": "9.9 s; weights loaded in 0.1 s"}
 
 
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """``compilerllm serve`` as a process, around a model that needs no weights: card, answers, SIGTERM, a port in use."""
 
+import contextlib
 import os
 import re
 import signal
@@ -113,6 +114,21 @@ def test_ctrl_c_ends_it_without_a_traceback(start: Callable[..., Started]) -> No
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=15)
     assert process.returncode == 130 and "Traceback" not in errors
+
+
+def test_a_second_ctrl_c_ends_open_requests_without_a_traceback(start: Callable[..., Started]) -> None:
+    process, url, _ = start("delay=0.05")
+    body = {"prompt": "abc", "max_tokens": 390, "ignore_eos": True, "stream": True}
+    with (
+        contextlib.suppress(httpx.RemoteProtocolError),
+        httpx.stream("POST", url + "/completions", json=body, timeout=30) as answer,
+    ):
+        for number, _ in enumerate(answer.iter_lines()):
+            if number in (2, 12):
+                process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == 130 and "1 open requests have 30 s to finish" in errors
+    assert "Traceback" not in errors and "Error" not in errors, errors
 
 
 def test_a_request_that_does_not_end_is_cut_off_at_shutdown(start: Callable[..., Started]) -> None:
