@@ -14,8 +14,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling of one request; the names are those of OpenAI's API and of vLLM.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 is off. ``seed`` makes a request repeatable on the same model and
-    target, whatever it is batched with. ``logprobs`` is how many most likely tokens are reported beside the chosen
-    one (at most 20). ``max_tokens`` None means up to the context's end.
+    target in an equal batch. In another batch rows are rounded differently, and a choice near a boundary may fall on
+    its other side: within some tokens in bfloat16, within some hundreds in float32. ``logprobs`` is how many most
+    likely tokens are reported beside the chosen one (at most 20). ``max_tokens`` None means up to the context's end.
 
     Raises ``InvalidParameter``, naming the field, for a value outside its range.
     """

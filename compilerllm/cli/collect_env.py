@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         "instructions": " ".join(flags) or "none of those that kernels use",
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
-        "compiler": _first_line(os.environ.get("CXX", "g++"), "--version"),
+        "compiler": _compiler(),
         "accelerators": _first_line(
             "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
         ),
@@ -55,6 +55,17 @@ def _cpu() -> tuple[str, list[str]]:
     named = {name.strip(): value.strip() for name, value in fields.items()}
     has = named.get("flags", "").split()
     return named.get("model name", "unknown"), [flag for flag in _CPU_FLAGS if flag in has]
+
+
+def _compiler() -> str:
+    from compilerllm.kernels.cpu.build import compiler
+    from compilerllm.kernels.errors import BuildFailed
+
+    try:
+        command, version = compiler()
+    except BuildFailed as error:
+        return str(error)
+    return f"{version} ({' '.join(command)})"
 
 
 def _first_line(*command: str) -> str:

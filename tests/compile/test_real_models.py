@@ -46,6 +46,17 @@ def test_smollm2_batched_and_again_from_shared_prefixes(smollm2: LLM) -> None:
     compare(smollm2, cases[:4])
 
 
+def test_seeds_repeat(smollm2: LLM) -> None:
+    """In an equal batch; in another one rounding differs, and a choice near a boundary may fall on its other side."""
+    prompts = ["Once upon a time", "In 1990", "def f(x):", "Dear Sir,"]
+    seeded = [
+        SamplingParams(max_tokens=24, temperature=1.0, seed=seed, ignore_eos=True)
+        for seed in range(len(prompts))
+    ]
+    first, again = (smollm2.generate(prompts, seeded, use_progress=False) for _ in range(2))
+    assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in again]
+
+
 def test_smollm2_chunked_and_preempted(smollm2_gguf: Path) -> None:
     """Steps of 16 tokens cut the prompts; 14 blocks hold four sequences at most, so that some are computed again."""
     with LLM(
