@@ -5,7 +5,7 @@ rewrite; O2 and O3 differ in what follows the passes (kernels, graphs, measured 
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -150,9 +150,12 @@ OnPass = Callable[[Pass, Module, list[PassReport]], None]
 
 
 def run_pipeline(
-    module: Module, options: Options | None = None, on_pass: OnPass | None = None
+    module: Module,
+    options: Options | None = None,
+    on_pass: OnPass | None = None,
+    passes: Sequence[Pass] | None = None,
 ) -> tuple[Module, list[PassReport]]:
-    """Run the passes of ``options.level`` in order; ``on_pass`` is called after each with what it made.
+    """Run the passes of ``options.level``, or ``passes``, in order; ``on_pass`` is called after each with what it made.
 
     Raises ``UnknownPass`` for a wrong level or a name in ``skip``, and what a pass refuses with (``NotServable`` ...).
     """
@@ -162,7 +165,7 @@ def run_pipeline(
     if options.dump_ir is not None:
         options.dump_ir.mkdir(parents=True, exist_ok=True)
         _dump(options.dump_ir, 0, "input", module)
-    for entry in passes_for(options):
+    for entry in passes_for(options) if passes is None else passes:
         new, found = entry.run(module, options)
         reports += found
         if new is not module:

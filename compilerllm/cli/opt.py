@@ -54,13 +54,14 @@ def run(args: argparse.Namespace) -> int:
         verify=True,
         dump_ir=args.dump_ir,
     )
-    reports: list[PassReport] = []
-    if args.passes is None:
-        module, reports = run_pipeline(module, options)
-    else:
-        for name in args.passes.split(","):
-            module, found = find_pass(name).run(module, options)
-            reports += found
+    passes = None if args.passes is None else [find_pass(name) for name in args.passes.split(",")]
+    try:
+        module, reports = run_pipeline(module, options, passes=passes)
+    except OSError as error:  # passes read and write nothing else
+        reason = error.strerror or error
+        raise InvalidParameter(
+            f"Cannot write --dump-ir {args.dump_ir}: {reason}. Give another folder."
+        ) from error
     print(print_module(module))
     _print_reports(reports)
     return 0

@@ -129,6 +129,19 @@ def test_opt_runs_passes_over_a_file(capsys: pytest.CaptureFixture[str], tmp_pat
     assert status == 0, err
     assert "add(%x, %x)" in out
     assert run(capsys, "opt", str(path), "--passes", "nonsense")[:2] == (1, "")
+    run(
+        capsys,
+        "opt",
+        str(path),
+        "--no-serve",
+        "--passes",
+        "deduplicate",
+        "--dump-ir",
+        str(tmp_path / "steps"),
+    )
+    assert (tmp_path / "steps" / "00_input.ir").is_file()
+    status, _, err = run(capsys, "opt", str(path), "--no-serve", "--dump-ir", str(path / "steps"))
+    assert status == 1 and f"Cannot write --dump-ir {path}/steps: Not a directory" in err
     path.write_text("func @main(%x: f32[T, 8]) {\n  oops\n}\n")
     status, _, err = run(capsys, "opt", str(path))
     assert status == 1 and "g.ir" in err and "^" in err
