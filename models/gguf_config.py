@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from compilerllm.kernels.launch.files import GgufFile
-from compilerllm.models.errors import InvalidCheckpoint, UnknownArchitecture
+from compilerllm.models.errors import InvalidCheckpoint, UnknownArchitecture, first_line
 
 
 class _Keys:
@@ -163,6 +163,7 @@ _READERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
 
 def gguf_config(file: GgufFile) -> Any:
     """The configuration object. Raises ``UnknownArchitecture`` or ``InvalidCheckpoint``."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     keys = _Keys(file)
@@ -171,7 +172,15 @@ def gguf_config(file: GgufFile) -> Any:
             f"{file.path} is a GGUF file of architecture {keys.architecture!r}; those that can be read are "
             f"{', '.join(sorted(_READERS))}. Use the model's safetensors checkpoint instead"
         )
-    values = {
-        k: v for k, v in _READERS[keys.architecture](keys).items() if v is not None or k == "sliding_window"
-    }
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+    try:
+        values = {
+            k: v
+            for k, v in _READERS[keys.architecture](keys).items()
+            if v is not None or k == "sliding_window"
+        }
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    except (ArithmeticError, StrictDataclassError) as error:  # such as a width divided by no heads
+        reason = first_line(error.__cause__ or error)
+        raise InvalidCheckpoint(
+            f"{file.path} contradicts itself: {reason}; download it again, or convert the model anew"
+        ) from error

@@ -113,8 +113,11 @@ class GgufFile:
         self.header_end = 0
         try:
             self._parse()
-        except (struct.error, UnicodeDecodeError, IndexError) as error:
-            raise DamagedFile(f"{path}: its GGUF header breaks off ({error}); {_REMEDY}") from error
+        except (struct.error, UnicodeDecodeError, IndexError, OverflowError) as error:
+            # struct's own words are of buffers and C types; where the file ends is what says something
+            said = not isinstance(error, struct.error | OverflowError)
+            where = error if said else f"the file has {len(self.data)} bytes"
+            raise DamagedFile(f"{path}: its GGUF header breaks off ({where}); {_REMEDY}") from error
         _check_extent(path, len(self.data), self.tensors)
 
     def array(self, key: str) -> list[Any]:

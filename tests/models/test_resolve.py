@@ -160,9 +160,23 @@ def cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
 
+def put(path: Path, key: bytes, value: bytes) -> None:
+    """Overwrite what follows a key and its type."""
+    data = bytearray(path.read_bytes())
+    at = data.index(key) + len(key) + 4
+    data[at : at + len(value)] = value
+    path.write_bytes(data)
+
+
 GGUF_DAMAGE: dict[str, tuple[Any, type[IRError], str]] = {
     "tensors cut off": (lambda p: cut(p, p.stat().st_size - 100), DamagedFile, "truncated: tensor"),
     "header cut off": (lambda p: cut(p, 200), DamagedFile, "header breaks off"),
+    "length beyond 64 bits": (
+        lambda p: put(p, b"tokenizer.ggml.tokens", b"\x08\0\0\0" + b"\xff" * 16), DamagedFile, "header breaks off.*bytes",
+    ),
+    "no heads": (
+        lambda p: put(p, b"llama.attention.head_count", b"\0\0\0\0"), InvalidCheckpoint, "contradicts itself.*zero",
+    ),
     "no GGUF": (lambda p: p.write_bytes(b"PK\3\4" * 20), DamagedFile, "does not begin with GGUF"),
     "empty": (lambda p: p.write_bytes(b""), DamagedFile, "is empty"),
     "old version": (lambda p: p.write_bytes(b"GGUF\1\0\0\0" + p.read_bytes()[8:]), DamagedFile, "GGUF version 1"),
