@@ -67,8 +67,8 @@ def _save(source: str, folder: Path, gguf_file: str | None) -> None:
         tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf_file} if gguf_file else {}))
     except (ValueError, OSError, KeyError, ImportError, AttributeError, TypeError) as error:
         raise InvalidCheckpoint(
-            f"{source}: the tokenizer cannot be read: {first_line(error)} Save the model's tokenizer there with "
-            "transformers (tokenizer.save_pretrained)"
+            f"{source}: the tokenizer cannot be read ({first_line(error).rstrip(':')}); give it a tokenizer.json, as "
+            "transformers' tokenizer.save_pretrained writes it"
         ) from error
     try:
         tokenizer.save_pretrained(folder)

@@ -99,7 +99,9 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
-            raise TokenizerBroken("the chat template", str(error)) from error
+            line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            place = "the model's chat template (chat_template.jinja, or in tokenizer_config.json)"
+            raise TokenizerBroken(place, f"{line}{error}") from error
 
     def render(
         self,
