@@ -38,7 +38,10 @@ def plan_program(
 
     A layer function's frame has one place for all its calls: behind whatever ``main`` keeps alive at any of them.
     """
-    plan = plan_memory(module, bucket, aliases)
+    # The program writes main's results to the caller's memory: the arena keeps none for them (logits are the largest).
+    given = module.main.inputs[:1]
+    outside = {v: given[0] for v in module.main.outputs if given and v not in aliases}
+    plan = plan_memory(module, bucket, aliases | outside)
     main = plan.frames["main"]
     base = {"main": 0}
     end = main.bytes

@@ -1,7 +1,7 @@
 """Printer and parser are inverse; every mistake in a text is shown with line, column and caret."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from compilerllm.ir.errors import RecipeError, TextError
@@ -13,7 +13,9 @@ from tests.ir import generate
 from tests.ir.equality import exact, facts
 
 quick = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None,
+    max_examples=30, deadline=None, derandomize=True, database=None,
+    # Without the phase that explains failures: before Python 3.12 it traces every line, which takes most of the time.
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )  # fmt: skip
 
