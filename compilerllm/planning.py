@@ -40,7 +40,8 @@ def plan_program(
     """
     # The program writes main's results to the caller's memory: the arena keeps none for them (logits are the largest).
     given = module.main.inputs[:1]
-    outside = {v: given[0] for v in module.main.outputs if given and v not in aliases}
+    made = {v for node in module.main.nodes for v in node.outputs}
+    outside = {v: given[0] for v in module.main.outputs if given and v in made and v not in aliases}
     plan = plan_memory(module, bucket, aliases | outside)
     main = plan.frames["main"]
     base = {"main": 0}
