@@ -1,6 +1,7 @@
 """Structural equality of modules: what ``print`` then ``parse`` must keep, types of attributes included."""
 
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 
 from compilerllm.ir.graph import Graph, Module, Node, Value
 
@@ -37,4 +38,6 @@ def exact(value: object) -> object:
         return tuple(exact(v) for v in value)
     if isinstance(value, float):
         return "float", repr(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value).__name__, tuple(exact(getattr(value, f.name)) for f in fields(value))
     return type(value).__name__, value
