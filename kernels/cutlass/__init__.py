@@ -1,0 +1,1 @@
+"""CUTLASS kernels: instances of C++ templates, chosen by KernelSpec, built by nvcc."""

@@ -1,0 +1,247 @@
+"""A program as the artifact has it: kernels, and for each bucket its launches in order over a planned arena.
+
+Everything a launch needs is fixed when the artifact is built, except addresses: ``Addresses`` maps the spaces that
+pointers name to memory, and ``arguments`` turns a launch into the values a kernel takes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from compilerllm.ir.step import Bucket
+from compilerllm.kernels.errors import ArtifactError
+
+# Where a pointer points. param, state: by global name. arena: the bucket's planned memory. step: the packed step inputs
+# of the bucket (fields of StepInputs, "meta", and "table_<group>"). table: device tables that outlive steps
+# ("last_token"), and "counters": zeros that every kernel leaves zero. logits: main's result.
+Space = Literal["param", "state", "arena", "step", "table", "counters", "logits"]
+META = (
+    "tokens",
+    "sequences",
+    "rows",
+    "table_stride",
+)  # int32 at the head of the step's inputs: counts that are real
+META_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """``offset`` bytes into what ``name`` is in ``space``."""
+
+    space: Space
+    name: str = ""
+    offset: int = 0
+
+    def at(self, nbytes: int) -> "Pointer":
+        """The pointer moved on by ``nbytes``."""
+        return Pointer(self.space, self.name, self.offset + nbytes)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """``mul * ceil(scale * dim / div) + add`` with ``dim`` one of T, S, R: what depends on the step's size."""
+
+    dim: str
+    div: int = 1
+    mul: int = 1
+    add: int = 0
+    scale: int = 1
+
+    def value(self, dims: Mapping[str, int]) -> int:
+        return self.mul * -(-self.scale * dims[self.dim] // self.div) + self.add
+
+
+Scalar = int | float | Extent
+Argument = Pointer | Scalar
+Grid = tuple[int | Extent, int | Extent, int | Extent]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel: how it is found in the artifact, and its launch ABI.
+
+    types: of its run-time arguments in order ("*bf16", "i32", "fp32" ...); two null scratch pointers follow them.
+    """
+
+    name: str  # entry point in the cubin
+    key: str  # content hash; kernels/<key>.cubin
+    template: str  # "module:function", or "library:<name>" for a call of a library
+    types: tuple[str, ...]
+    num_warps: int = 4
+    shared: int = 0  # bytes of dynamic shared memory
+    pdl: bool = False  # launched with programmatic stream serialization
+    constexprs: tuple[tuple[str, Any], ...] = ()  # by name; for a library call its fixed arguments
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, run once. ``node`` is the IR node and module it came from, for errors and profiles."""
+
+    kernel: int  # index into the program's kernels
+    grid: Grid
+    args: tuple[Argument, ...]
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of one bucket. ``reads_weights`` bytes are what a step of it reads of parameters at least."""
+
+    bucket: Bucket
+    arena_bytes: int
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Kernels and plans. ``counters`` is the number of int32 zeros that launches share."""
+
+    kernels: tuple[Kernel, ...]
+    plans: tuple[Plan, ...]
+    counters: int = 0
+    abi: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Compact, for the manifest: pointers as [space, name, offset], extents as [dim, div, mul, add, scale]."""
+        return {
+            "abi": self.abi,
+            "counters": self.counters,
+            "kernels": [asdict(k) for k in self.kernels],
+            "plans": [
+                {
+                    "bucket": asdict(p.bucket),
+                    "arena_bytes": p.arena_bytes,
+                    "launches": [
+                        [x.kernel, [_pack(g) for g in x.grid], [_pack(a) for a in x.args], x.node]
+                        for x in p.launches
+                    ],
+                }
+                for p in self.plans
+            ],
+        }
+
+    @staticmethod
+    def from_json(entry: Mapping[str, Any]) -> "Program":
+        """What ``to_json`` gave. Raises ``ArtifactError`` for another launch ABI."""
+        if entry.get("abi") != 1:
+            raise ArtifactError(
+                f"the artifact's launch ABI is {entry.get('abi')}, this version runs 1. Build the artifact again."
+            )
+        kernels = tuple(
+            Kernel(
+                **{**k, "types": tuple(k["types"]), "constexprs": tuple((n, v) for n, v in k["constexprs"])}
+            )
+            for k in entry["kernels"]
+        )
+        plans = tuple(
+            Plan(
+                Bucket(**p["bucket"]), p["arena_bytes"],
+                tuple(
+                    Launch(k, _grid(grid), tuple(_unpack(a) for a in args), node)
+                    for k, grid, args, node in p["launches"]
+                ),
+            )
+            for p in entry["plans"]
+        )  # fmt: skip
+        return Program(kernels, plans, entry["counters"])
+
+
+def _pack(value: Argument) -> Any:
+    if isinstance(value, Pointer):
+        return [value.space, value.name, value.offset]
+    if isinstance(value, Extent):
+        return [value.dim, value.div, value.mul, value.add, value.scale]
+    return value
+
+
+def _unpack(value: Any) -> Argument:
+    if not isinstance(value, list):
+        return value  # type: ignore[no-any-return]
+    return Pointer(*value) if len(value) == 3 else Extent(*value)
+
+
+def _grid(entries: Sequence[Any]) -> Grid:
+    x, y, z = (Extent(*g) if isinstance(g, list) else int(g) for g in entries)
+    return x, y, z
+
+
+@dataclass
+class Addresses:
+    """Device addresses of every space: parameters and states by name, the arena, the logits, tables, counters.
+
+    ``step`` holds the offset of each field in the bucket's packed step inputs, ``step_base`` where these are.
+    """
+
+    params: Mapping[str, int] = field(default_factory=dict)
+    states: Mapping[str, int] = field(default_factory=dict)
+    tables: Mapping[str, int] = field(default_factory=dict)
+    arena: int = 0
+    logits: int = 0
+    counters: int = 0
+    step_base: int = 0
+    step: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, pointer: Pointer) -> int:
+        """The address. Raises ``ArtifactError`` for a name that nothing is bound to."""
+        try:
+            match pointer.space:
+                case "param":
+                    base = self.params[pointer.name]
+                case "state":
+                    base = self.states[pointer.name]
+                case "table":
+                    base = self.tables[pointer.name]
+                case "arena":
+                    base = self.arena
+                case "logits":
+                    base = self.logits
+                case "counters":
+                    base = self.counters
+                case "step":
+                    base = self.step_base + self.step[pointer.name]
+        except KeyError:
+            raise ArtifactError(
+                f"a launch reads {pointer.space} {pointer.name!r}, which the model does not have. Build the artifact again."
+            ) from None
+        return base + pointer.offset
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Byte offsets of a bucket's step inputs in one packed int32 buffer: meta, fields, then block tables by group.
+
+    Block tables come last, [S, stride] each with the step's own stride (in meta), so that short contexts copy little;
+    ``table_columns`` bounds the stride.
+    """
+
+    offsets: Mapping[str, int]
+    bytes: int
+
+    @staticmethod
+    def of(bucket: Bucket, groups: int, table_columns: int) -> "StepLayout":
+        t, s, r = bucket.tokens, bucket.sequences, bucket.rows
+        sizes = {
+            "token_ids": t, "positions": t, "query_start": s + 1, "seq_lens": s, "slots": s, "sample_rows": r,
+            "adapter_id": t,
+        } | {f"table_{g}": s * table_columns for g in range(groups)}  # fmt: skip
+        offsets, at = {"meta": 0}, META_BYTES
+        for name, count in sizes.items():
+            offsets[name] = at
+            at += -(-count * 4 // 16) * 16
+        return StepLayout(offsets, at)
+
+
+def arguments(
+    launch: Launch, addresses: Addresses, dims: Mapping[str, int]
+) -> tuple[list[int | float], tuple[int, int, int]]:
+    """Values of a launch's arguments, pointers as addresses, and its grid, for a step of ``dims`` (T, S, R)."""
+    values: list[int | float] = []
+    for a in launch.args:
+        if isinstance(a, Pointer):
+            values.append(addresses.of(a))
+        elif isinstance(a, Extent):
+            values.append(a.value(dims))
+        else:
+            values.append(a)
+    x, y, z = (g.value(dims) if isinstance(g, Extent) else g for g in launch.grid)
+    return values, (x, y, z)

@@ -1,0 +1,153 @@
+"""Cross-compilation: kernel sources to cubins, with no GPU present, through a content-addressed cache."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from compilerllm.kernels.errors import KernelError
+from compilerllm.kernels.triton.source import KernelSource, _generated, function
+from compilerllm.kernels.triton.target import CudaTarget
+
+
+class KernelBuildError(KernelError):
+    """A kernel that Triton cannot compile for the target, or whose launch ABI our launcher does not know."""
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """A compiled kernel: machine code and what a launch must know."""
+
+    key: str
+    name: str
+    num_warps: int
+    shared: int
+    file: Path
+
+
+def tool_versions() -> tuple[str, ...]:
+    """What a cubin depends on beside its source."""
+    import triton
+
+    return (f"triton {triton.__version__}",)
+
+
+def compile_source(source: KernelSource, capability: int) -> tuple[bytes, dict[str, Any]]:
+    """Machine code and metadata of one kernel. Raises ``KernelBuildError``.
+
+    Line information is off, so that equal kernels are equal bytes wherever the source lies; contraction of a * b + c is
+    on, whatever Triton's default.
+    """
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    fn = function(source.template)
+    names = list(fn.arg_names)
+    constants = dict(source.constexprs)
+    types = dict(source.signature)
+    signature = {n: types.get(n, "constexpr") for n in names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if signature[n].startswith("*") and n not in source.unaligned
+    }
+    options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
+    if source.pdl:
+        options["launch_pdl"] = True
+    try:
+        compiled = triton.compile(
+            ASTSource(fn=fn, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=attrs),
+            target=GPUTarget("cuda", capability, 32), options=options,
+        )  # fmt: skip
+    except Exception as error:
+        raise KernelBuildError(
+            f"Triton cannot compile {source.template} for sm_{capability} with {dict(source.constexprs)}, "
+            f"{source.num_warps} warps: {type(error).__name__}: {error}"
+        ) from error
+    meta = compiled.metadata
+    for scratch in ("global_scratch_size", "profile_scratch_size"):
+        if getattr(meta, scratch, 0):
+            raise KernelBuildError(
+                f"{source.template} needs {scratch} {getattr(meta, scratch)}, which our launcher does not provide; "
+                "write the kernel without device-side descriptors"
+            )
+    return compiled.asm["cubin"], {"name": meta.name, "num_warps": meta.num_warps, "shared": meta.shared}
+
+
+def _job(order: tuple[KernelSource, str, int, str, Mapping[str, str]]) -> str:
+    source, key, capability, folder, texts = order
+    _generated.update(texts)
+    code, meta = compile_source(source, capability)
+    _write(Path(folder), key, code, meta)
+    return key
+
+
+def _write(folder: Path, key: str, code: bytes, meta: dict[str, Any]) -> None:
+    """Both files appear whole or not at all; the description last, so that what it describes is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in ((f"{key}.cubin", code), (f"{key}.json", json.dumps(meta).encode())):
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(data)
+        os.replace(file.name, folder / name)
+
+
+def _read(folder: Path, key: str) -> Cubin | None:
+    try:
+        meta = json.loads((folder / f"{key}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    file = folder / f"{key}.cubin"
+    return Cubin(key, meta["name"], meta["num_warps"], meta["shared"], file) if file.exists() else None
+
+
+def build_kernels(
+    sources: Iterable[KernelSource],
+    target: CudaTarget,
+    cache: Path,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    workers: int | None = None,
+) -> dict[KernelSource, Cubin]:
+    """A cubin for each source, compiled in parallel where ``cache`` has none. Raises ``KernelBuildError``.
+
+    A kernel that wants more shared memory than the target has is an error too.
+    """
+    folder = cache / target.arch
+    tools = tool_versions()
+    keys = {s: s.key(target.arch, *tools) for s in dict.fromkeys(sources)}
+    missing = {k: s for s, k in keys.items() if _read(folder, k) is None}
+    done, total = len(keys) - len(missing), len(keys)
+    on_progress(done, total)
+    orders = [(s, k, target.capability, str(folder), dict(_generated)) for k, s in missing.items()]
+    workers = workers or len(os.sched_getaffinity(0))
+    if workers == 1 or len(orders) == 1:
+        for order in orders:
+            _job(order)
+            done += 1
+            on_progress(done, total)
+    elif orders:
+        # spawn would import everything again in each worker; forking is safe here: this process runs no CUDA and no threads of its own
+        with ProcessPoolExecutor(min(workers, len(orders)), mp_context=get_context("fork")) as pool:
+            for future in as_completed([pool.submit(_job, order) for order in orders]):
+                future.result()
+                done += 1
+                on_progress(done, total)
+    built = {s: _read(folder, k) for s, k in keys.items()}
+    result: dict[KernelSource, Cubin] = {}
+    for source, cubin in built.items():
+        if cubin is None:
+            raise KernelBuildError(f"{source.template}: the cubin vanished from {folder}; is the disk full?")
+        if cubin.shared > target.shared:
+            raise KernelBuildError(
+                f"{source.template} with {dict(source.constexprs)} needs {cubin.shared:,} bytes of shared memory; "
+                f"{target.arch} has {target.shared:,}"
+            )
+        result[source] = cubin
+    return result

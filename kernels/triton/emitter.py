@@ -1,0 +1,469 @@
+"""One bucket's program in the making: where values live, memory of launches' own, and the table of op emitters.
+
+Op emitters are in ``emit_rows``, ``emit_groups``, ``emit_linear``, ``emit_attention`` and ``emit_experts``; ``emit``
+puts whole programs together. The graph is flat (``passes.inline_calls``); a node becomes launches in order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol
+
+import sympy
+
+from compilerllm.ir.dims import Dim, dim, substitute
+from compilerllm.ir.graph import Graph, Module, Node, Value
+from compilerllm.ir.step import Bucket
+from compilerllm.ir.text import print_node
+from compilerllm.ir.types import StateType
+from compilerllm.kernels.cpu.refs import VIEW_OPS, Ref, dense_strides, merge_axes, view
+from compilerllm.kernels.errors import UnsupportedByTarget
+from compilerllm.kernels.launch.gpu.program import Extent, Pointer
+from compilerllm.kernels.spec import KernelSpec
+from compilerllm.kernels.triton.source import ConstValue, KernelSource, argument_names
+from compilerllm.kernels.triton.target import CudaTarget
+
+TRITON_TYPES: dict[str, str] = {
+    "f32": "fp32", "bf16": "bf16", "f16": "fp16", "f64": "fp64", "i64": "i64", "i32": "i32", "i16": "i16", "i8": "i8",
+    "u8": "u8", "bool": "i1",
+}  # fmt: skip
+ITEM_BYTES: dict[str, int] = {
+    "f32": 4, "bf16": 2, "f16": 2, "f64": 8, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
+}  # fmt: skip
+SCRATCH_ALIGNMENT = 256
+
+
+class Chooser(Protocol):
+    """Picks one of several candidates for a problem: by measurement, by tuning data, or the first."""
+
+    def choose(
+        self, family: str, problem: Mapping[str, int | str], candidates: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]: ...
+
+
+class FirstCandidate:
+    """Takes what the family's cost model puts first."""
+
+    def choose(
+        self, family: str, problem: Mapping[str, int | str], candidates: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        return candidates[0]
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A pointer and what it points to, an IR dtype. aligned: to 16 bytes."""
+
+    pointer: Pointer
+    dtype: str
+    aligned: bool = True
+
+
+Arg = Typed | Extent | int | float
+GridEntry = int | Extent
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor as ``count`` rows of ``columns`` dense elements, ``stride`` elements apart."""
+
+    pointer: Pointer
+    count: Dim
+    columns: int
+    stride: int
+    dtype: str
+
+    @property
+    def arg(self) -> Typed:
+        """The first row's pointer, as an argument."""
+        nbytes = ITEM_BYTES[self.dtype]
+        return Typed(
+            self.pointer, self.dtype, self.pointer.offset % 16 == 0 and self.stride * nbytes % 16 == 0
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """A launch before its kernel is compiled. ``source`` is None for a library call (``library``, ``fixed``)."""
+
+    source: KernelSource | None
+    library: str
+    types: tuple[str, ...]
+    fixed: tuple[tuple[str, Any], ...]
+    grid: tuple[GridEntry, GridEntry, GridEntry]
+    args: tuple[Pointer | Extent | int | float, ...]
+    node: int  # index of the node in the flat graph
+    label: str
+    spec: KernelSpec
+
+
+@dataclass(eq=False)
+class Memory:
+    """Bytes of the arena, needed while nodes [first, last] run; ``offset`` is given by the planner."""
+
+    name: str
+    bytes: int
+    first: int
+    last: int
+    offset: int = -1
+
+
+@dataclass
+class Emitted:
+    """One bucket: launches in order, the memory they need, counters used."""
+
+    bucket: Bucket
+    calls: list[Call] = field(default_factory=list)
+    memory: dict[str, Memory] = field(default_factory=dict)
+    counters: int = 0
+
+
+class BucketEmitter:
+    """Emits the flat main graph for one bucket; op emitters call its methods."""
+
+    def __init__(
+        self,
+        module: Module,
+        bucket: Bucket,
+        target: CudaTarget,
+        windows: Sequence[int | None],
+        level: int = 2,
+        chooser: Chooser | None = None,
+    ) -> None:
+        self.module, self.bucket, self.target, self.level = module, bucket, target, level
+        self.graph: Graph = module.main
+        self.windows = windows
+        self.chooser = chooser or FirstCandidate()
+        self.pdl = target.pdl and level >= 2
+        self.out = Emitted(bucket)
+        self.uses = self.graph.uses()
+        self._bounds: dict[str, Dim] = {"T": bucket.tokens, "S": bucket.sequences, "R": bucket.rows}
+        self._refs: dict[Value, Ref] = {}
+        self._bases: dict[str, Pointer] = {}
+        self._params = {p.value for p in self.graph.params}
+        self._node = 0
+        self._scratch = 0
+        self._last_use = self._lives()
+
+    # -- where values are -----------------------------------------------------------------------------------------
+
+    def ref(self, value: Value) -> Ref:
+        """Where a tensor lives; ``base`` names a pointer. Results get memory when first asked for."""
+        if value not in self._refs:
+            self._refs[value] = self._place(value)
+        return self._refs[value]
+
+    def _place(self, value: Value) -> Ref:
+        if value in self._params:
+            pointer = Pointer("param", value.name)
+        elif value in self.graph.outputs and value not in self.graph.inputs:
+            pointer = Pointer("logits", str(self.graph.outputs.index(value)))
+        elif value in self.graph.inputs:
+            pointer = Pointer("table", f"input_{self.graph.inputs.index(value)}")
+        else:
+            nbytes = self.bound(value.tensor.nbytes)
+            self._reserve(value.name, nbytes, self._node, self._last_use.get(value, self._node))
+            pointer = Pointer("arena", value.name)
+        self._bases[value.name] = pointer
+        return Ref(value.name, value.dtype, value.shape, dense_strides(value.shape), value)
+
+    def pointer(self, value: Value) -> Pointer:
+        """A tensor's first element in dense memory (copied there first if it is strided), or a state's cache."""
+        if isinstance(value.type, StateType):
+            return Pointer("state", value.name)
+        return self._at(self.dense(value))
+
+    def arg(self, value: Value) -> Typed:
+        """``pointer`` as an argument."""
+        if isinstance(value.type, StateType):
+            return Typed(self.pointer(value), value.type.dtype)
+        return self.typed(self.pointer(value), value.dtype)
+
+    @staticmethod
+    def typed(pointer: Pointer, dtype: str) -> Typed:
+        """A pointer of ours as an argument; IR dtypes."""
+        return Typed(pointer, dtype, pointer.offset % 16 == 0)
+
+    def ref_arg(self, ref: Ref) -> Typed:
+        """A view's first element as an argument; its strides are the caller's business."""
+        pointer = self._at(ref)
+        return Typed(pointer, ref.dtype, pointer.offset % 16 == 0)
+
+    def _at(self, ref: Ref) -> Pointer:
+        if not isinstance(ref.offset, int):
+            raise UnsupportedByTarget(f"%{ref.root.name} is read at the symbolic offset {ref.offset}")
+        return self._bases[ref.base].at(ref.offset * ITEM_BYTES[ref.dtype])
+
+    def dense(self, value: Value) -> Ref:
+        """``value`` without gaps, copied once if it has any."""
+        ref = self.ref(value)
+        if ref.contiguous:
+            return ref
+        copy = self._copied(value)
+        _copy_strided(self, ref, copy)
+        return copy
+
+    def _copied(self, value: Value) -> Ref:
+        name = f"{value.name}.dense"
+        self._reserve(
+            name, self.bound(value.tensor.nbytes), self._node, self._last_use.get(value, self._node)
+        )
+        self._bases[name] = Pointer("arena", name)
+        self._refs[value] = Ref(name, value.dtype, value.shape, dense_strides(value.shape), value)
+        return self._refs[value]
+
+    def rows(self, value: Value, lead: int = 1) -> Rows:
+        """``value`` as rows (its first ``lead`` axes) of dense columns; copied first where its strides need it."""
+        ref = self.ref(value)
+        found = _as_rows(ref, lead)
+        if found is None:
+            ref = self.dense(value)
+            found = _as_rows(ref, lead)
+        if found is None:
+            raise UnsupportedByTarget(
+                f"%{value.name} ({value.type}) has columns or strides of symbolic extent"
+            )
+        count, columns, stride = found
+        return Rows(self._at(ref), count, columns, stride, value.dtype)
+
+    def is_param(self, value: Value | None) -> bool:
+        """Whether the value is a weight: nothing in a step writes it, so it may be read before the wait."""
+        return value is not None and self.ref(value).root in self._params
+
+    # -- memory of a launch's own ---------------------------------------------------------------------------------
+
+    def scratch(self, nbytes: int) -> Pointer:
+        """``nbytes`` for this node alone."""
+        self._scratch += 1
+        name = f"scratch.{self._scratch}"
+        self._reserve(name, nbytes, self._node, self._node)
+        return Pointer("arena", name)
+
+    def counters(self, count: int) -> Pointer:
+        """``count`` int32 zeros that launches share: each leaves them zero."""
+        self.out.counters = max(self.out.counters, count)
+        return Pointer("counters")
+
+    def _reserve(self, name: str, nbytes: int, first: int, last: int) -> None:
+        size = -(-max(nbytes, 1) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        self.out.memory[name] = Memory(name, size, first, last)
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def step(self, name: str) -> Pointer:
+        """A field of StepInputs, "meta", or "table_<group>" on the device; all int32."""
+        return Pointer("step", name)
+
+    def step_arg(self, name: str) -> Typed:
+        """``step`` as an argument."""
+        return Typed(self.step(name), "i32")
+
+    def table(self, name: str) -> Pointer:
+        """A device table that outlives steps: "last_token" int32 [slots]."""
+        return Pointer("table", name)
+
+    def group(self, state: Value) -> int:
+        """Index of the state's block table."""
+        return self.windows.index(state.state.get("window"))
+
+    # -- sizes -----------------------------------------------------------------------------------------------------
+
+    def bound(self, size: Dim) -> int:
+        """A dimension at the bucket's upper bounds."""
+        return int(substitute(size, self._bounds))
+
+    def extent(self, size: Dim, div: int = 1, mul: int = 1) -> int | Extent:
+        """``mul * ceil(size / div)`` as a grid entry or argument; ``size`` is a number, T, S, R or a multiple."""
+        if isinstance(size, int):
+            return mul * -(-size // div)
+        if isinstance(size, sympy.Symbol):
+            return Extent(str(size.name), div, mul)
+        if isinstance(size, sympy.Mul):
+            factor, symbol = size.as_coeff_Mul()
+            if isinstance(symbol, sympy.Symbol):
+                return Extent(str(symbol.name), div, mul, 0, int(factor))
+        raise UnsupportedByTarget(f"the size {size} is no multiple of a step's T, S or R")
+
+    # -- launches --------------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        node: Node,
+        template: str,
+        grid: Sequence[GridEntry],
+        args: Mapping[str, Arg],
+        constexprs: Mapping[str, ConstValue],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 3,
+    ) -> None:
+        """Add one launch. Arguments go by name; PDL is added where the template has it."""
+        names = argument_names(template)
+        constants = dict(constexprs)
+        if "PDL" in names:
+            constants.setdefault("PDL", self.pdl)
+        types: dict[str, str] = {}
+        unaligned = []
+        for name, value in args.items():
+            if isinstance(value, Typed):
+                types[name] = "*" + TRITON_TYPES[value.dtype]
+                if not value.aligned:
+                    unaligned.append(name)
+            else:
+                types[name] = "fp32" if isinstance(value, float) else "i32"
+        source = KernelSource.of(
+            template, types, constants, num_warps=num_warps, num_stages=num_stages,
+            pdl=bool(constants.get("PDL")), unaligned=tuple(sorted(unaligned)),
+        )  # fmt: skip
+        values = tuple(_value(args[n]) for n, _ in source.signature)
+        config = {k: str(v) for k, v in source.constexprs} | {
+            "num_warps": str(num_warps),
+            "num_stages": str(num_stages),
+        }
+        spec = KernelSpec.of(node, self.module, self.target.name, template, config)
+        self._add(node, source, "", tuple(t for _, t in source.signature), (), grid, values, spec)
+
+    def library(self, node: Node, name: str, args: Sequence[Arg], fixed: Mapping[str, Any]) -> None:
+        """Add a call of a library: "matmul" (cuBLAS), "cutlass_gemm", "aten"."""
+        types = tuple(
+            "*" + TRITON_TYPES[a.dtype]
+            if isinstance(a, Typed)
+            else ("fp32" if isinstance(a, float) else "i32")
+            for a in args
+        )
+        config = {k: str(v) for k, v in fixed.items()}
+        spec = KernelSpec.of(node, self.module, self.target.name, f"library:{name}", config)
+        self._add(
+            node, None, name, types, tuple(sorted(fixed.items())), (1, 1, 1), tuple(map(_value, args)), spec
+        )
+
+    def _add(
+        self, node: Node, source: KernelSource | None, library: str, types: tuple[str, ...],
+        fixed: tuple[tuple[str, Any], ...], grid: Sequence[GridEntry],
+        args: tuple[Pointer | Extent | int | float, ...], spec: KernelSpec,
+    ) -> None:  # fmt: skip
+        x, y, z = (*grid, 1, 1, 1)[:3]
+        path = node.origin.path
+        label = f"{print_node(node).strip()[:160]}" + (f"  [{path}]" if path else "")
+        self.out.calls.append(Call(source, library, types, fixed, (x, y, z), args, self._node, label, spec))
+
+    def choose(
+        self, node: Node, family: str, problem: Mapping[str, int | str], candidates: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The candidate to run. Raises ``UnsupportedByTarget`` where there is none."""
+        if not candidates:
+            raise UnsupportedByTarget(
+                f"no {family} kernel for {dict(problem)} (from {node.origin.path or node!r})"
+            )
+        return self.chooser.choose(family, problem, candidates)
+
+    # -- the walk --------------------------------------------------------------------------------------------------
+
+    def _lives(self) -> dict[Value, int]:
+        """The last node that uses each value or a view of it."""
+        roots: dict[Value, Value] = {}
+        last: dict[Value, int] = {}
+        for index, node in enumerate(self.graph.nodes):
+            for value in node.operands:
+                last[value] = index
+                while value in roots:
+                    value = roots[value]
+                    last[value] = index
+            if node.op in VIEW_OPS or node.op == "gather_rows":
+                roots[node.outputs[0]] = node.operand(0)
+        for value in self.graph.outputs:
+            while True:
+                last[value] = len(self.graph.nodes)
+                if value not in roots:
+                    break
+                value = roots[value]
+        return last
+
+    def emit(self) -> Emitted:
+        """All launches of the bucket. Raises ``UnsupportedByTarget`` for an op no CUDA kernel runs."""
+        emitters = all_emitters()
+        for index, node in enumerate(self.graph.nodes):
+            self._node = index
+            if node.op in VIEW_OPS and node.outputs[0] not in self.graph.outputs:
+                seen = view(node, self.ref(node.operand(0)))
+                if seen is not None:
+                    self._refs[node.outputs[0]] = seen
+                    continue
+            run = emitters.get(node.op)
+            if run is None:
+                raise UnsupportedByTarget(
+                    f"no CUDA kernel for op {node.op!r} (from {node.origin.path or 'the graph'}); "
+                    "compile with --optimization-level 0 to run it through torch"
+                )
+            run(self, node)
+        return self.out
+
+
+def _value(arg: Arg) -> Pointer | Extent | int | float:
+    return arg.pointer if isinstance(arg, Typed) else arg
+
+
+def _as_rows(ref: Ref, lead: int) -> tuple[Dim, int, int] | None:
+    columns = ref.shape[lead:]
+    if not all(isinstance(c, int) for c in columns):
+        return None
+    width = 1
+    for extent, stride in zip(reversed(columns), reversed(ref.strides[lead:]), strict=True):
+        if extent != 1 and stride != width:
+            return None
+        width *= int(extent)
+    merged = merge_axes(ref.shape[:lead], ref.strides[:lead])
+    if len(merged) > 1:
+        return None
+    count, stride = merged[0] if merged else (1, width)
+    return (dim(count), width, int(stride)) if isinstance(stride, int) else None
+
+
+Emitter = Callable[[BucketEmitter, Node], None]
+EMITTERS: dict[str, Emitter] = {}
+_FAMILIES = ("emit_rows", "emit_groups", "emit_linear", "emit_attention", "emit_experts")
+_strided_copy: list[Callable[[BucketEmitter, Ref, Ref], None]] = []
+
+
+def emitter(*ops: str) -> Callable[[Emitter], Emitter]:
+    """Register the function below as what emits ``ops``."""
+
+    def register(function: Emitter) -> Emitter:
+        for op in ops:
+            EMITTERS[op] = function
+        return function
+
+    return register
+
+
+def strided_copy(
+    function: Callable[[BucketEmitter, Ref, Ref], None],
+) -> Callable[[BucketEmitter, Ref, Ref], None]:
+    """Register what copies one view into another of the same shape: (emitter, source, destination)."""
+    _strided_copy.append(function)
+    return function
+
+
+def _copy_strided(e: BucketEmitter, source: Ref, destination: Ref) -> None:
+    all_emitters()
+    _strided_copy[-1](e, source, destination)
+
+
+@cache
+def all_emitters() -> Mapping[str, Emitter]:
+    """Every op's emitter, by op name."""
+    for part in _FAMILIES:
+        import_module(f"compilerllm.kernels.triton.{part}")
+    return EMITTERS
+
+
+def current_node(e: BucketEmitter) -> Node:
+    """The node being emitted."""
+    return e.graph.nodes[e._node]
+
+
+__all__ = [
+    "EMITTERS", "ITEM_BYTES", "TRITON_TYPES", "Arg", "BucketEmitter", "Call", "Chooser", "Emitted", "FirstCandidate",
+    "Memory", "Rows", "Typed", "all_emitters", "current_node", "emitter", "strided_copy",
+]  # fmt: skip

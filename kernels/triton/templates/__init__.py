@@ -1,0 +1,1 @@
+"""Triton kernels. Also importable as ``kernels.triton.interpreted``: the same files, run by Triton's interpreter."""
