@@ -24,7 +24,7 @@ from compilerllm.passes.errors import NotServable
 from compilerllm.passes.opinfo import ALONG_AXIS, LAST_AXIS, POINTWISE, axes_with, axis_of, tensors
 from compilerllm.passes.report import PassReport
 
-_BY_ROW = LAST_AXIS | {"embedding", "experts", "gather_rows"}
+_BY_ROW = LAST_AXIS | {"embedding", "experts", "gather_rows", "add_rms_norm", "add_layer_norm", "linear_add"}
 
 
 def gather_rows(graph: Graph, report: PassReport) -> Graph:
@@ -81,8 +81,10 @@ def rowwise(node: Node) -> bool:
 
 
 class _Gatherer(Rewriter):
-    def __init__(self, graph: Graph, step: Value, tail: frozenset[Node], report: PassReport) -> None:
-        super().__init__(graph, by="gather_rows")
+    def __init__(
+        self, graph: Graph, step: Value, tail: frozenset[Node], report: PassReport, by: str = "gather_rows"
+    ) -> None:
+        super().__init__(graph, by=by)
         self.step, self.tail, self.report = step, tail, report
         self.rows: Value | None = None
         self.gathered: dict[Value, Value] = {}
