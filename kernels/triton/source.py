@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+from compilerllm.kernels.triton import interpreter_library
+
 ConstValue = int | float | bool | str | None
 
 
@@ -91,6 +93,8 @@ def function(template: str, interpreted: bool = False) -> Any:
     import triton
 
     module, _, name = template.partition(":")
+    if interpreted:
+        interpreter_library.enable()
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = interpreted
         if module in _generated:
