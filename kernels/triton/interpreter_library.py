@@ -1,12 +1,15 @@
-"""Lets Triton's interpreter run Triton's own library (``tl.sum``, ``tl.max`` ...), whose functions it takes for compiled.
+"""Makes Triton's interpreter fit for proofs: it runs Triton's own library and rounds to bf16 as hardware does.
 
-Triton decides whether a function is interpreted where it is decorated. Its library is decorated when Triton is imported,
-which is for compilation here. So the library is interpreted when it is called, and only within an interpreted kernel.
+Triton decides whether a function is interpreted where it is decorated. Its library (``tl.sum``, ``tl.max`` ...) is
+decorated when Triton is imported, which is for compilation here. So the library is interpreted when it is called, and
+only within an interpreted kernel. The interpreter's own conversion to bf16 cuts bits off.
 """
 
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 
 @cache
@@ -46,3 +49,32 @@ def enable() -> None:
 
     interpreter._patch_lang = patch_once
     JITFunction.__call__ = call
+    _round_to_nearest(interpreter, tl)
+
+
+def _round_to_nearest(interpreter: Any, tl: Any) -> None:
+    builder = interpreter.InterpreterBuilder
+    convert, cast = builder.create_fp_to_fp, builder.cast_impl
+
+    def through_f32(source: Any, target: Any) -> Any:
+        """Between f32 and bf16; None for other conversions."""
+        pair = source.dtype.scalar, target.scalar
+        if pair == (tl.float32, tl.bfloat16):
+            bits = np.asarray(source.data, np.float32, order="C").view(np.uint32)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            data = np.where(np.isnan(source.data), 0x7FC0, rounded).astype(np.uint16)
+        elif pair == (tl.bfloat16, tl.float32):
+            data = (source.data.astype(np.uint32) << 16).view(np.float32)
+        else:
+            return None
+        return interpreter.TensorHandle(data, target.scalar)
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        found = through_f32(source, target)
+        return cast(self, source, target) if found is None else found
+
+    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        found = through_f32(source, target)
+        return convert(self, source, target, rounding) if found is None else found
+
+    builder.cast_impl, builder.create_fp_to_fp = cast_impl, create_fp_to_fp
