@@ -41,7 +41,8 @@ def main() -> None:
     import torch
     from transformers import LlamaConfig
 
-    from compilerllm.compiler import make_buckets, program_entries
+    from compilerllm.compiler import make_buckets
+    from compilerllm.cpu_artifact import program_entries
     from compilerllm.kernels.cpu.emit import emit_program
     from compilerllm.kernels.cpu.select import select_layouts
     from compilerllm.kernels.cpu.target import find_target

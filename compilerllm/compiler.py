@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,20 +17,18 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from compilerllm import __version__
 from compilerllm.artifact import FORMAT, artifact_path, building, read_manifest, write_manifest
 from compilerllm.config import EngineConfig
-from compilerllm.environment import cache_dir
+from compilerllm.cpu_artifact import write_cpu
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket
 from compilerllm.kernels.cpu.target import CpuTarget, find_target
 from compilerllm.kernels.launch.files import GgufFile, read_safetensors
-
-if TYPE_CHECKING:
-    from compilerllm.ir.graph import Module
-    from compilerllm.kernels.cpu.emitter import Program
+from compilerllm.kernels.triton.target import CudaTarget, find_cuda_target
+from compilerllm.targets import is_cuda, target_name
 
 # What a build goes through, with the share of its time each usually takes, for the progress bar.
 STAGES = {
@@ -43,7 +40,6 @@ STAGES = {
     "opaque": 0.0,
     "save": 0.15,
 }
-INDUCTOR_LEVEL = 3  # from here on opaque operators are compiled ahead; it takes half a minute a group
 # Files that say what a checkpoint is, beside the headers of its weights.
 _DESCRIPTIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -78,10 +74,16 @@ class CompileRequest:
     def of(config: EngineConfig) -> "CompileRequest":
         """The part of an engine's configuration that is compiled in."""
         return CompileRequest(
-            config.model.model, config.model.dtype, config.model.weights, config.model.optimization_level, "cpu",
+            config.model.model, config.model.dtype, config.model.weights, config.model.optimization_level,
+            target_name(config.model.device),
             config.model.max_model_len, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens,
             config.model.load_format,
         )  # fmt: skip
+
+
+def find_build_target(name: str) -> CpuTarget | CudaTarget:
+    """The target called ``name``: "cpu" (this machine's best), a CPU target, or sm_90 and its like."""
+    return find_cuda_target(name) if is_cuda(name) else find_target(name)
 
 
 def make_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
@@ -114,9 +116,10 @@ def artifact_key(request: CompileRequest, place: Path) -> str:
     """Semantic key: the model's own description, how it is compiled, the tools' versions. No host, path or port."""
     described = dataclasses.asdict(request) | {
         "model": fingerprint(place),
-        "target": find_target(request.target).name,
+        "target": find_build_target(request.target).name,
     }
-    tools = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    names = ("torch", "transformers", "triton") if is_cuda(request.target) else ("torch", "transformers")
+    tools = {name: importlib.metadata.version(name) for name in names}
     text = json.dumps([FORMAT, __version__, described, tools, _own_sources()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -126,10 +129,16 @@ def _own_sources() -> str:
     from compilerllm import ir, kernels, models, passes
 
     here = Path(__file__)
-    digest = hashlib.sha256(here.read_bytes() + here.with_name("planning.py").read_bytes())
+    digest = hashlib.sha256(
+        here.read_bytes()
+        + b"".join(
+            here.with_name(f"{name}.py").read_bytes()
+            for name in ("planning", "cpu_artifact", "cuda_artifact")
+        )
+    )
     for package in (ir, passes, kernels, models):
         root = Path(str(package.__file__)).parent
-        for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".h", ".cpp")):
+        for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".h", ".cpp", ".in")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -206,9 +215,6 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
     """Compile ``place`` into the cache under ``key``. Imports the compiler; errors are the parts' own."""
     from compilerllm.ir.recipe import print_recipe
     from compilerllm.ir.text import print_module
-    from compilerllm.kernels.cpu.build import build_library
-    from compilerllm.kernels.cpu.emit import emit_program
-    from compilerllm.kernels.cpu.select import select_layouts
     from compilerllm.passes.pipeline import Options, run_pipeline
 
     seconds: dict[str, float] = {}
@@ -228,41 +234,39 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
     from compilerllm.models.resolve import resolve
     from compilerllm.models.tokenizer import export_tokenizer
 
-    target = find_target(request.target)
+    target = find_build_target(request.target)
     checkpoint = resolve(str(place), dtype=request.dtype, load_format=request.load_format)
     stage("capture")
-    captured = capture_checkpoint(checkpoint, keep_packed=request.weights != "dense")
+    on_gpu = isinstance(target, CudaTarget)
+    if on_gpu and request.weights == "packed":
+        raise CompilerLLMError(
+            "--weights packed: CUDA kernels read dense weights only. Leave it out, or say --weights dense."
+        )
+    captured = capture_checkpoint(checkpoint, keep_packed=request.weights != "dense" and not on_gpu)
     stage("passes")
     module, reports = run_pipeline(captured.module, Options(level=request.level, target=target.name))
-    buckets = make_buckets(request.max_num_seqs, request.max_num_batched_tokens)
     with building(key) as folder:
-        manifest: dict[str, Any] = {}
-        if request.level > 0:
-            stage("generate")
-            module = select_layouts(module, target)
-            program = emit_program(module, target)
-            stage("compile")
-            library = build_library(program.source, target, cache_dir() / "libraries")
-            opaque = opaque_entries(program)
-            if request.level >= INDUCTOR_LEVEL and opaque:
-                stage("opaque")
-                compile_opaque(program, opaque, target, folder)
+        if request.level == 0:
             stage("save")
-            (folder / "program.so").write_bytes(library.read_bytes())
-            (folder / "program.cpp").write_text(program.source)
-            manifest |= program_entries(module, program, buckets) | {"opaque": opaque}
-            for call, entry in zip(manifest["program"]["host_calls"], opaque, strict=True):
-                call["package"] = entry["package"]
+            buckets = make_buckets(request.max_num_seqs, request.max_num_batched_tokens)
+            manifest: dict[str, Any] = {"program": None, "features": []}
+        elif isinstance(target, CudaTarget):
+            from compilerllm.cuda_artifact import cuda_buckets, write_cuda
+
+            buckets = cuda_buckets(request.max_num_seqs, request.max_num_batched_tokens)
+            manifest = write_cuda(
+                module, target, buckets, request.level, captured.facts.vocab_size, folder, stage
+            )
         else:
-            stage("save")
-            manifest["program"] = None
+            buckets = make_buckets(request.max_num_seqs, request.max_num_batched_tokens)
+            module, manifest = write_cpu(module, target, buckets, request.level, folder, stage)
+            manifest["features"] = sorted(target.features)
         (folder / "module.ir").write_text(print_module(module, origins=True))
         facts = captured.facts
         has_tokenizer = export_tokenizer(checkpoint, folder / "tokenizer")
         manifest |= {
             "version": __version__, "key": key, "target": target.name, "level": request.level,
-            "features": sorted(target.features) if request.level else [],
-            "facts": facts.to_json(), "source": captured.weights.to_json() | {"path": ""}, "library": "program.so",
+            "facts": facts.to_json(), "source": captured.weights.to_json() | {"path": ""},
             "tokenizer": has_tokenizer, "vocab_size": facts.vocab_size,
             "max_model_len": min(request.max_model_len or facts.max_positions, facts.max_positions),
             "buckets": [dataclasses.asdict(b) for b in buckets],
@@ -280,73 +284,6 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
         manifest["seconds"] = {k: round(v, 3) for k, v in seconds.items()}
         write_manifest(folder, manifest)
     return artifact_path(key)
-
-
-def opaque_entries(program: "Program") -> list[dict[str, Any]]:
-    """The manifest's report on host calls, in their order: what each runs, and by what (torch, unless compiled)."""
-    return [
-        {"where": call.where, "operators": [step[0] for step in call.steps], "runs": "aten", "package": None, "reason": "",
-         "seconds": 0.0}
-        for call in program.host_calls
-    ]  # fmt: skip
-
-
-def compile_opaque(
-    program: "Program", entries: list[dict[str, Any]], target: CpuTarget, folder: Path
-) -> None:
-    """Compile host calls into ``folder`` with Inductor, and note in ``entries`` what became of each."""
-    from compilerllm.kernels.cpu.inductor import compile_host_calls
-
-    names: dict[Path, str] = {}
-    outcomes = compile_host_calls(program.host_calls, target, cache_dir() / "libraries")
-    for entry, outcome in zip(entries, outcomes, strict=True):
-        entry |= {"reason": outcome.reason, "seconds": round(outcome.seconds, 3)}
-        if outcome.package is not None:
-            if outcome.package not in names:
-                names[outcome.package] = f"group_{len(names)}.pt2"
-                shutil.copyfile(outcome.package, folder / names[outcome.package])
-            entry |= {"runs": "inductor", "package": names[outcome.package]}
-
-
-def program_entries(module: "Module", program: "Program", buckets: tuple[Bucket, ...]) -> dict[str, Any]:
-    """The manifest's part on the program: pointers, plans per bucket, states and their groups, kernels."""
-    from compilerllm.kernels.cpu.build import kernel_key
-    from compilerllm.kernels.groups import group_name, paged_windows
-    from compilerllm.planning import alias_table, plan_program
-
-    windows, aliases = paged_windows(module), alias_table(module)
-    return {
-        "program": {
-            "dims": program.dims,
-            "params": program.params,
-            "states": program.states,
-            "host_calls": [dataclasses.asdict(h) for h in program.host_calls],
-            "plans": [plan_program(module, program, bucket, aliases) for bucket in buckets],
-        },
-        "groups": [
-            {"name": group_name(window), "index": index, "addressing": "paged", "window": window}
-            for index, window in enumerate(windows)
-        ],
-        "states": [
-            {
-                "name": name,
-                "kind": t.kind,
-                "dtype": t.dtype,
-                **dict(t.fields),
-                "group": windows.index(t.get("window")),
-            }
-            for name, t in module.state_instances()
-        ],
-        "kernels": [
-            {
-                "function": use.function,
-                "node": use.node,
-                "key": kernel_key(use.spec),
-                **dataclasses.asdict(use.spec),
-            }
-            for use in program.kernels
-        ],
-    }
 
 
 def main(arguments: list[str]) -> int:

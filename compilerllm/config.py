@@ -13,6 +13,7 @@ from compilerllm.errors import InvalidParameter
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("auto", "packed", "dense")
 LOAD_FORMATS = ("auto", "dummy")
+DEVICES = ("auto", "cpu", "cuda")
 MEBIBYTE = 1 << 20
 
 
@@ -59,9 +60,13 @@ class ModelConfig:
     served_model_name: str | None = _option(None, "Name that the API shows; by default the model as given.")
     optimization_level: int = _option(
         2,
-        "0: reference operations; 1 and 2: every fusion, generated code; 3: and Inductor for operators without a kernel.",
+        "0: reference operations; 1: every fusion, generated code; 2: and CUDA graphs, shipped tuning data; 3: and kernels "
+        "chosen by measuring, weights prefetched over kernel boundaries, Inductor for operators without a kernel.",
     )
 
+    device: Literal["auto", "cpu", "cuda"] = _option(
+        "auto", "Where the model runs: cpu, cuda (the first GPU), or auto: a GPU if there is one."
+    )
     weights: Literal["auto", "packed", "dense"] = _option(
         "auto",
         "Block-quantised weights of a GGUF file: packed keeps them so, dense converts them to --dtype; auto packs.",
@@ -72,6 +77,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
+        _require(self.device in DEVICES, "device", self.device, "one of " + ", ".join(DEVICES))
         _require(self.weights in WEIGHTS, "weights", self.weights, "one of " + ", ".join(WEIGHTS))
         _require(
             self.load_format in LOAD_FORMATS,

@@ -39,10 +39,14 @@ SERVING = (
     "compilerllm.artifact",
     "compilerllm.checkpoint",
     "compilerllm.compiled",
+    "compilerllm.compiled_cuda",
+    "compilerllm.targets",
 )
 COMPILER = (
     *SERVING,
     "compilerllm.compiler",
+    "compilerllm.cpu_artifact",
+    "compilerllm.cuda_artifact",
     "compilerllm.planning",
     "compilerllm.ir",
     "compilerllm.kernels",
@@ -85,8 +89,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.runtime.messages": FACTS,
     "compilerllm.text": (*FACTS, "compilerllm.runtime.messages", "compilerllm.text"),
     "compilerllm.server": (*RUNTIME, "compilerllm.text", "compilerllm.server"),
+    "compilerllm.compiled_cuda": SERVING,
+    "compilerllm.targets": SERVING,
     "compilerllm.planning": COMPILER,
     "compilerllm.compiler": COMPILER,
+    "compilerllm.cpu_artifact": COMPILER,
+    "compilerllm.cuda_artifact": COMPILER,
     # What stands over everything: LLM, the command line, the demo, the torch.compile backend.
     "compilerllm": ("compilerllm",),
 }
@@ -96,6 +104,7 @@ SERVE_TIME = (
     "compilerllm.artifact",
     "compilerllm.checkpoint",
     "compilerllm.compiled",
+    "compilerllm.compiled_cuda",
     "compilerllm.config",
     "compilerllm.environment",
     "compilerllm.errors",

@@ -24,8 +24,13 @@ def compile_progress() -> Iterator[Callable[[str], None]]:
     def show(stage: str) -> None:
         if not started:
             bar.start()
-        bar.update(task, completed=sum(STAGES.get(s, 0.0) for s in started), description=stage)
-        started.append(stage)
+        name, _, part = stage.partition(" ")  # "compile 12/80": within a stage
+        if name not in started:
+            started.append(name)
+        done, _, total = part.partition("/")
+        within = int(done) / max(1, int(total)) * STAGES.get(name, 0.0) if total else 0.0
+        finished = sum(STAGES.get(s, 0.0) for s in started[:-1])
+        bar.update(task, completed=finished + within, description=stage)
 
     try:
         yield show

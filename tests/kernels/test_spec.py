@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from compilerllm.compiler import program_entries
+from compilerllm.cpu_artifact import program_entries
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import parse_module
 from compilerllm.kernels.cpu.build import kernel_key

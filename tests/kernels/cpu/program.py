@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compilerllm.compiler import program_entries
+from compilerllm.cpu_artifact import program_entries
 from compilerllm.ir.recipe import Read, Recipe, print_recipe
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import parse_module

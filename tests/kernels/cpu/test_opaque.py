@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compilerllm.artifact import opaque_line
-from compilerllm.compiler import compile_opaque, opaque_entries
+from compilerllm.cpu_artifact import compile_opaque, opaque_entries
 from compilerllm.ir.text import parse_module
 from compilerllm.kernels.cpu.emit import emit_program
 from compilerllm.kernels.cpu.emitter import Program

@@ -1,0 +1,108 @@
+"""The CUDA part of an artifact: a program of launches per bucket, its cubins, the states it needs."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from compilerllm.environment import cache_dir
+from compilerllm.ir.graph import Module
+from compilerllm.ir.step import Bucket
+from compilerllm.kernels.groups import group_name, paged_windows
+from compilerllm.kernels.triton.target import CudaTarget
+
+NORM_LINEAR_TOKENS = 4  # up to so many tokens a matrix-vector kernel computes its input's norm itself
+# Tokens of steps with prompts. Finer than powers of two where padding would cost most.
+MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+DECODE_SEQUENCES = (
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
+)  # fmt: skip
+
+
+def cuda_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
+    """Decode steps by sequences; steps with prompts by tokens, with few rows to sample and with many."""
+    decode = [s for s in DECODE_SEQUENCES if s < max_num_seqs] + [max_num_seqs]
+    tokens = [t for t in MIXED_TOKENS if t < max_tokens] + [max_tokens]
+    mixed = []
+    for t in tokens:
+        most = min(t, max_num_seqs)
+        few = min(16, most)
+        mixed += [Bucket(t, few, few, t)] + ([Bucket(t, most, most, t)] if most > few else [])
+    return (*(Bucket(s, s, s, 1) for s in decode), *mixed)
+
+
+def prepare_bucket(module: Module, bucket: Bucket) -> Module:
+    """What the graph of one bucket has beyond the others': sampled rows taken early, norms inside small linears."""
+    from compilerllm.passes.fuse_norm_linear import fuse_norm_linear
+    from compilerllm.passes.gather_early import gather_early
+    from compilerllm.passes.report import PassReport
+
+    main = module.main
+    if bucket.max_query > 1:
+        main = gather_early(main, PassReport("gather_early"))
+    if bucket.tokens <= NORM_LINEAR_TOKENS:
+        main = fuse_norm_linear(main, PassReport("fuse_norm_linear"))
+    return module if main is module.main else module.with_functions(main)
+
+
+def flat_module(module: Module) -> Module:
+    """The module as CUDA programs are emitted from: calls inlined, routing fused."""
+    from compilerllm.passes.inline_calls import inline_calls
+
+    return inline_calls(module)
+
+
+def write_cuda(
+    module: Module, target: CudaTarget, buckets: tuple[Bucket, ...], level: int, vocab: int, folder: Path,
+    stage: Callable[[str], None], chooser: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Emit every bucket, compile, save; gives the manifest's part. Raises ``KernelBuildError``, ``UnsupportedByTarget``."""
+    from compilerllm.kernels.triton.emit import build_program, draft_program
+    from compilerllm.kernels.triton.emit_sampling import sampling_program
+    from compilerllm.kernels.tuning import TunedChooser
+
+    stage("generate")
+    flat = flat_module(module)
+    chooser = chooser or TunedChooser.shipped(target)
+    draft = draft_program(flat, buckets, target, level, chooser, prepare_bucket)
+    stage("compile")
+    progress = partial(_tell, stage)
+    program, cubins = build_program(draft, cache_dir() / "kernels", progress)
+    rows = tuple(sorted({b.rows for b in buckets}))
+    sampling, more = sampling_program(vocab, rows, target, level, cache_dir() / "kernels")
+    stage("save")
+    (folder / "kernels").mkdir(exist_ok=True)
+    for cubin in {c.key: c for c in (*cubins.values(), *more.values())}.values():
+        shutil.copyfile(cubin.file, folder / "kernels" / f"{cubin.key}.cubin")
+    for name, made in (("program", program), ("sampling", sampling)):
+        (folder / f"{name}.json").write_text(json.dumps(made.to_json(), separators=(",", ":")))
+    windows = paged_windows(module)
+    return {
+        "program": "program.json",
+        "sampling": "sampling.json",
+        "features": [],
+        "capability": target.capability,
+        "groups": [
+            {"name": group_name(window), "index": index, "addressing": "paged", "window": window}
+            for index, window in enumerate(windows)
+        ],
+        "states": [
+            {
+                "name": name,
+                "kind": t.kind,
+                "dtype": t.dtype,
+                **dict(t.fields),
+                "group": windows.index(t.get("window")),
+            }
+            for name, t in module.state_instances()
+        ],
+        "picks": chooser.report(),
+    }
+
+
+def _tell(stage: Callable[[str], None], done: int, total: int) -> None:
+    """Kernels compiled so far, as part of the stage's name."""
+    if total:
+        stage(f"compile {done}/{total}")

@@ -1,0 +1,145 @@
+"""Measured choices: mergeable data by chip, and the chooser that reads it.
+
+Data is JSON: ``{"chip": "H200", "entries": {family: {problem: [{"config": {...}, "us": 12.3}, ...]}}}``, candidates of a
+problem from fastest to slowest. Files of one chip merge by (family, problem, config), the newer figure winning; a
+problem is the text of its sorted fields. A problem never timed falls to the nearest M of the same other fields if that
+is within a factor of two, else to the first of the family's own order, which is its cost model's.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from compilerllm.kernels.errors import KernelError
+from compilerllm.kernels.triton.target import CudaTarget
+
+FOLDER = Path(__file__).parent / "tuning_data"
+SIZE_FIELD = "M"  # the field of a problem that buckets vary
+Problem = Mapping[str, int | str]
+
+
+class BadTuningData(KernelError):
+    """A file of tuning data that cannot be read."""
+
+
+def problem_key(problem: Problem) -> str:
+    """Text of a problem, equal exactly for equal ones."""
+    return ",".join(f"{k}={problem[k]}" for k in sorted(problem))
+
+
+@dataclass
+class TuningData:
+    """Timed candidates of one chip, microseconds a launch (of all launches of a node)."""
+
+    chip: str
+    entries: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path) -> "TuningData":
+        """Raises ``BadTuningData`` naming the file."""
+        try:
+            data = json.loads(path.read_text())
+            return TuningData(data["chip"], data["entries"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadTuningData(f"{path} is no tuning data ({error}). Delete it, or restore it.") from error
+
+    def write(self, path: Path) -> None:
+        """Sorted, one problem a line, so that merges of two files are readable."""
+        lines = []
+        for family in sorted(self.entries):
+            problems = ",\n".join(
+                f"   {json.dumps(key)}: {json.dumps(self.entries[family][key], sort_keys=True)}"
+                for key in sorted(self.entries[family])
+            )
+            lines.append(f"  {json.dumps(family)}: {{\n{problems}\n  }}")
+        body = ",\n".join(lines)
+        path.write_text(f'{{"chip": {json.dumps(self.chip)},\n "entries": {{\n{body}\n }}}}\n')
+
+    def add(self, family: str, problem: Problem, config: Mapping[str, Any], us: float) -> None:
+        """Note one figure, in place of an older one of the same candidate."""
+        timed = self.entries.setdefault(family, {}).setdefault(problem_key(problem), [])
+        timed[:] = [t for t in timed if t["config"] != dict(config)] + [
+            {"config": dict(config), "us": round(us, 3)}
+        ]
+        timed.sort(key=lambda t: t["us"])
+
+    def merge(self, newer: "TuningData") -> None:
+        """Take over everything ``newer`` has. Raises ``BadTuningData`` for another chip's."""
+        if newer.chip != self.chip:
+            raise BadTuningData(f"tuning data of {newer.chip} cannot be merged into that of {self.chip}")
+        for family, problems in newer.entries.items():
+            mine = self.entries.setdefault(family, {})
+            for key, timed in problems.items():
+                kept = [t for t in mine.get(key, []) if all(t["config"] != n["config"] for n in timed)]
+                mine[key] = sorted([*kept, *timed], key=lambda t: t["us"])
+
+    def find(self, family: str, problem: Problem) -> tuple[list[dict[str, Any]], bool]:
+        """Timed candidates of the problem, or of the nearest size within a factor of two; whether they are exact."""
+        problems = self.entries.get(family, {})
+        if exact := problems.get(problem_key(problem)):
+            return exact, True
+        size = problem.get(SIZE_FIELD)
+        if not isinstance(size, int):
+            return [], False
+        near = [
+            (abs(other - size), timed)
+            for other, timed in self._sizes(family, problem)
+            if max(other, size) <= 2 * min(other, size) and min(other, size) > 1
+        ]
+        return (min(near, key=lambda n: n[0])[1], False) if near else ([], False)
+
+    def _sizes(self, family: str, problem: Problem) -> Iterable[tuple[int, list[dict[str, Any]]]]:
+        rest = {k: v for k, v in problem.items() if k != SIZE_FIELD}
+        for key, timed in self.entries.get(family, {}).items():
+            fields = dict(part.split("=", 1) for part in key.split(","))
+            size = fields.pop(SIZE_FIELD, "")
+            if size.isdigit() and fields == {k: str(v) for k, v in rest.items()}:
+                yield int(size), timed
+
+
+class TunedChooser:
+    """Picks the fastest timed candidate; remembers what it picked and why."""
+
+    def __init__(self, data: TuningData | None) -> None:
+        self.data = data
+        self.picks: dict[tuple[str, str], tuple[dict[str, Any], str]] = {}
+
+    @staticmethod
+    def shipped(target: CudaTarget) -> "TunedChooser":
+        """With the data that comes with the package for the target's chip, where there is any."""
+        path = FOLDER / f"{target.chip.lower()}.json"
+        return TunedChooser(TuningData.read(path) if path.exists() else None)
+
+    def choose(self, family: str, problem: Problem, candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        timed, exact = self.data.find(family, problem) if self.data is not None else ([], False)
+        for entry in timed:
+            if entry["config"] in candidates:
+                return self._note(
+                    family, problem, entry["config"], "timed" if exact else "timed at another size"
+                )
+        return self._note(family, problem, candidates[0], "cost model")
+
+    def _note(self, family: str, problem: Problem, config: dict[str, Any], why: str) -> dict[str, Any]:
+        self.picks[family, problem_key(problem)] = config, why
+        return config
+
+    def report(self) -> list[dict[str, Any]]:
+        """What was picked for each problem, and why, for the manifest."""
+        return [
+            {"family": family, "problem": problem, "config": config, "why": why}
+            for (family, problem), (config, why) in sorted(self.picks.items(), key=lambda p: p[0])
+        ]
+
+
+class RecordingChooser:
+    """Takes the first candidate, or a forced one, and keeps every problem with its candidates: what could be timed."""
+
+    def __init__(self, forced: Mapping[str, Any] | None = None) -> None:
+        self.forced = forced
+        self.seen: list[tuple[str, dict[str, int | str], list[dict[str, Any]]]] = []
+
+    def choose(self, family: str, problem: Problem, candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        self.seen.append((family, dict(problem), list(candidates)))
+        return dict(self.forced) if self.forced is not None and self.forced in candidates else candidates[0]
