@@ -4,8 +4,8 @@ T tokens of a step, S sequences, R rows to sample and the longest query are inde
 verifies several tokens a sequence, prompt logprobs sample every row, a prefill chunk samples none.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +54,9 @@ class StepInputs:
     positions: Int32  # [T]
     query_start: Int32  # [S+1]
     seq_lens: Int32  # [S]
-    block_tables: Int32  # [G, S, blocks]: for each paged state group, block ids in context order; -1 = freed
+    # [G, S, blocks]: for each paged state group, block ids in context order; -1 = freed. Nobody writes into it, and it
+    # is the very array of the step before where nothing has changed, so that a device need not be sent it again.
+    block_tables: Int32
     slots: Int32  # [S]: the sequence's row in device tables and slot states
     sample_rows: Int32  # [R]: indices into T whose logits are wanted
     adapter_id: Int32  # [T]: 0 is the base model
@@ -83,7 +85,11 @@ class StateGroup:
 
 @dataclass(eq=False)
 class SamplingTables:
-    """Per-request sampling parameters by slot, kept where the sampling program runs. [N] = slots unless said."""
+    """Per-request sampling parameters by slot, kept where the sampling program runs. [N] = slots unless said.
+
+    An executable whose device has memory of its own uploads the rows that ``changed`` names, and empties it; other rows
+    of ``draws``, ``last_token`` and ``output_counts`` are newer there than here.
+    """
 
     temperature: Float32
     top_k: Int32  # 0 = off
@@ -99,6 +105,7 @@ class SamplingTables:
         Any  # uint16 [N, V] or None until a request needs penalties (repetition counts the prompt too)
     )
     output_counts: Any  # uint16 [N, V] or None
+    changed: set[int] = field(default_factory=set)  # slots whose row the host has filled (not ``last_token``)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,3 +167,35 @@ class Executable(Protocol):
     def logits(self) -> Float32:
         """The last forward's logits [R, V], for tests and scoring."""
         ...
+
+
+class Pending(Protocol):
+    """A step on its way."""
+
+    def result(self) -> Sampled | None:
+        """Wait for the step to end. Asked once. Raises what went wrong in it, be it at launch or on the device."""
+        ...
+
+
+class AsyncExecutable(Executable, Protocol):
+    """An executable whose device runs steps in the order in which they were enqueued, without the host.
+
+    The host enqueues step n+1 before it asks for the result of step n, and never has more than two on their way: when
+    step n+2 is enqueued, the result of step n has been asked for. Two sets of staging buffers are enough.
+    """
+
+    @property
+    def asynchronous(self) -> Literal[True]: ...
+
+    def enqueue(self, step: StepInputs, rows: SampleRows | None) -> Pending:
+        """Start forward and, with ``rows``, sampling; return at once.
+
+        Step, rows and the changed rows of the tables are read before this returns: the host goes on to write the tables.
+        Tokens of the step before are read on the device (``token_ids`` < 0).
+        """
+        ...
+
+
+def is_asynchronous(model: Executable) -> TypeGuard[AsyncExecutable]:
+    """Whether the executable says that it is an ``AsyncExecutable``. Most have no such attribute."""
+    return bool(getattr(model, "asynchronous", False))

@@ -1,10 +1,17 @@
 """The engine: one overlapped loop over scheduler, pool, runner and executable, in the caller's process.
 
 receive    take in submitted and aborted requests
-schedule   step n+1, while step n runs on the worker thread
+schedule   step n+1, while step n runs on the device, or on the worker thread
+launch     step n+1, if the device takes it in behind step n
 collect    wait for step n
-launch     step n+1
+launch     step n+1, otherwise
 commit     step n: stops, rollbacks, deltas; step n+1 runs meanwhile
+
+A device that is told of step n+1 before step n has ended never waits for the host, which has the whole of a step's time
+to commit one and to schedule another. Blocks need no more care for it: what the commit of step n frees is in no step
+that is still to end (the scheduler keeps what a later step holds until that one's commit; blocks before a window are
+read by nobody any more), and who gets it next is scheduled after the commit, so that on one stream its writes come after
+every read that was launched before.
 """
 
 import asyncio
@@ -12,12 +19,12 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Items
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from compilerllm.config import CacheConfig, SchedulerConfig
 from compilerllm.errors import InvalidParameter, KVCacheTooSmall
-from compilerllm.ir.step import Bucket, Executable, Sampled
+from compilerllm.ir.step import Bucket, Executable, Pending, Sampled, is_asynchronous
 from compilerllm.runtime.admission import Limits
 from compilerllm.runtime.block_pool import BlockPool
 from compilerllm.runtime.memory import count_blocks
@@ -86,12 +93,15 @@ class InProcessEngine:
         self.ready = self._describe(model, pool, longest, max_num_seqs, scheduler)
         self.limits = Limits.of(self.ready)
         self._runner = Runner(model, num_blocks, max_num_seqs, longest)
+        self._on_device = is_asynchronous(model)
         overlap = scheduler.async_scheduling
         if overlap is None:  # a step that keeps all cores busy would only wait for the host to get off one
-            overlap = model.leaves_host_free
+            overlap = self._on_device or model.leaves_host_free
         self._overlap = overlap and drafter is None  # a draft's fate decides the next step
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="step") if self._overlap else None
-        self._running: tuple[Launch, Future[Sampled | None]] | None = None
+        self._queues = self._overlap and self._on_device  # steps are launched behind the running one
+        threaded = self._overlap and not self._on_device
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="step") if threaded else None
+        self._running: deque[tuple[Launch, Pending]] = deque()  # in order; two only while ``step`` runs
         self._inbox: deque[Request | str] = deque()  # requests, and ids to abort
         self._open: set[str] = set()
         self.last_stats = self.stats()  # as of the last step; safe to read from any thread
@@ -135,7 +145,7 @@ class InProcessEngine:
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything to do, be it only to take in what a running step leaves behind."""
-        return bool(self._inbox) or self._running is not None or self.scheduler.has_unfinished()
+        return bool(self._inbox or self._running) or self.scheduler.has_unfinished()
 
     async def stream(self) -> AsyncIterator[Batch | Stats]:
         """Step in a thread for ever and yield what is to be told; sleeps while there is nothing to do."""
@@ -146,7 +156,9 @@ class InProcessEngine:
                 yield batch
 
     def close(self) -> None:
-        """Wait for the running step and stop the worker thread."""
+        """Wait for what runs, and stop the worker thread."""
+        while self._running:
+            self._discard()
         if self._worker is not None:
             self._worker.shutdown()
 
@@ -157,15 +169,20 @@ class InProcessEngine:
         self._receive()
         step = self.scheduler.schedule()
         ahead = None if step is None else self._runner.prepare(step)
-        ended = self._collect()
+        queued = ahead is not None and self._queues
+        if ahead is not None and queued:
+            self._launch(ahead)
+        ended = self._collect() if len(self._running) > queued else None
         if ended is not None and isinstance(ended[1], Exception) and ahead is not None:
-            self.scheduler.cancel(ahead.step)  # it may continue from tokens that never came
+            if queued:
+                self._discard()
+            self.scheduler.cancel(ahead.step, ran=queued)  # it may continue from tokens that never came
             ahead = None
-        if ahead is not None:
+        if ahead is not None and not queued:
             self._launch(ahead)
             if not self._overlap:
                 ended = self._collect()
-        elif ended is None and self.scheduler.num_open:
+        if ended is None and ahead is None and self.scheduler.num_open:
             raise RuntimeError(f"no request can advance: {self.scheduler.stats()}")
         touched = self._commit(*ended) if ended is not None else []
         return self._report(touched + self.scheduler.take_unreported())
@@ -179,28 +196,28 @@ class InProcessEngine:
                 self.scheduler.abort(item)
 
     def _launch(self, launch: Launch) -> None:
-        if self._worker is not None:
-            future = self._worker.submit(self._runner.execute, launch)
+        pending: Pending
+        if self._on_device:
+            pending = self._runner.enqueue(launch)
+        elif self._worker is not None:
+            pending = self._worker.submit(self._runner.execute, launch)
         else:
-            future = Future()
-            try:
-                future.set_result(self._runner.execute(launch))
-            except Exception as error:  # noqa: BLE001 - whatever it is, _commit tells the requests
-                future.set_exception(error)
-        self._running = launch, future
+            pending = self._runner.run(launch)
+        self._running.append((launch, pending))
 
-    def _collect(self) -> tuple[Launch, Sampled | Exception | None] | None:
-        """Wait for the running step. Returns it with its samples, or with what it raised; None if none ran."""
-        if self._running is None:
-            return None
-        launch, future = self._running
-        error = future.exception()
-        self._running = None
-        if error is None:
-            return launch, future.result()
-        if not isinstance(error, Exception):  # the interpreter is going down
-            raise error
-        return launch, error
+    def _collect(self) -> tuple[Launch, Sampled | Exception | None]:
+        """Wait for the oldest running step. Returns it with its samples, or with what it raised."""
+        launch, pending = self._running.popleft()
+        try:
+            return launch, pending.result()
+        except Exception as error:  # noqa: BLE001 - whatever it is, _commit tells the requests
+            return launch, error
+
+    def _discard(self) -> None:
+        """Wait for the oldest running step, whose result nobody wants."""
+        launch, outcome = self._collect()
+        if isinstance(outcome, Exception):
+            log.error("A step of %d sequences failed too.", len(launch.step.chunks), exc_info=outcome)
 
     def _commit(self, launch: Launch, outcome: Sampled | Exception | None) -> list[Sequence]:
         if isinstance(outcome, Exception):

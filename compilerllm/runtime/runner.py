@@ -1,10 +1,19 @@
 """From a step of sequences to the arrays a program takes and back, and the device tables by slot."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
-from compilerllm.ir.step import Executable, Int32, Sampled, SampleRows, StepInputs
+from compilerllm.ir.step import (
+    Executable,
+    Int32,
+    Pending,
+    Sampled,
+    SampleRows,
+    StepInputs,
+    is_asynchronous,
+)
 from compilerllm.runtime.messages import TokenLogprobs
 from compilerllm.runtime.sequence import Sequence
 from compilerllm.runtime.step import Chunk, Step
@@ -19,16 +28,32 @@ class Launch:
     rows: SampleRows | None  # None: no row is sampled
 
 
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """What steps have in common in which the same sequences advance by one token each."""
+
+    seqs: list[Sequence]
+    slots: Int32  # [S]
+    query_start: Int32  # [S+1]
+    sample_rows: Int32  # [S]
+    adapter_id: Int32  # [S]
+    rows: SampleRows | None  # None: they differ from step to step
+
+
 class Runner:
-    """Feeds one executable. ``prepare`` and ``results`` run on the host's thread, ``execute`` on the worker's."""
+    """Feeds one executable. All run on the host's thread, but ``execute`` may run on a worker's."""
 
     def __init__(self, model: Executable, num_blocks: int, max_num_seqs: int, max_model_len: int) -> None:
         self._model = model
+        self._device = model if is_asynchronous(model) else None
         self._tables = model.allocate(num_blocks, max_num_seqs)
         self._max_num_seqs = max_num_seqs
         sizes = [g.block_size for g in model.groups if g.addressing == "paged"]
         width = max((-(-max_model_len // size) for size in sizes), default=0)
         self._block_tables: Int32 = np.full((len(sizes), max_num_seqs, width), -1, np.int32)
+        self._gathered: Int32 | None = None  # the last step's block tables
+        self._gathered_slots: list[int] = []
+        self._batch: _Batch | None = None
 
     # -- before ---------------------------------------------------------------------------------------------------
 
@@ -39,63 +64,101 @@ class Runner:
         """
         for seq in step.admitted:
             self._fill_row(seq)
+        seqs = [chunk.seq for chunk in step.chunks]
+        for seq in seqs:
+            if seq.resync:
+                self._tables.draws[seq.slot] = seq.num_outputs
+                self._tables.changed.add(seq.slot)
+                seq.resync = False
+        if step.num_tokens == step.num_rows == len(seqs):
+            return self._prepare_decode(step, seqs)
+        self._batch = None
+        return self._prepare_any(step, seqs)
+
+    def _prepare_any(self, step: Step, seqs: list[Sequence]) -> Launch:
         tokens: list[int] = []
         positions: list[int] = []
         starts = [0]
         sample_rows: list[int] = []
         for chunk in step.chunks:
             seq, start, end = chunk.seq, chunk.start, chunk.end
-            if end - start == 1:
-                known = seq.tokens
-                tokens.append(known[start] if start < len(known) else -1 - seq.slot)
-                positions.append(start)
-            else:
-                tokens += seq.tokens[start:end]
-                if chunk.drafts:
-                    tokens += chunk.drafts
-                elif len(tokens) - starts[-1] < end - start:
-                    tokens.append(-1 - seq.slot)
-                positions += range(start, end)
+            known = seq.tokens[start:end]
+            tokens += known
+            if chunk.drafts:
+                tokens += chunk.drafts
+            elif len(known) < end - start:
+                tokens.append(-1 - seq.slot)
+            positions += range(start, end)
             starts.append(len(tokens))
-            if chunk.samples == 1:
-                sample_rows.append(len(tokens) - 1)
-            else:
-                sample_rows += range(len(tokens) - chunk.samples, len(tokens))
-            if seq.resync:
-                self._tables.draws[seq.slot] = seq.num_outputs
-                seq.resync = False
-        slots = np.array([chunk.seq.slot for chunk in step.chunks], np.int32)
+            sample_rows += range(len(tokens) - chunk.samples, len(tokens))
+        slots = [seq.slot for seq in seqs]
         inputs = StepInputs(
             token_ids=np.array(tokens, np.int32),
             positions=np.array(positions, np.int32),
             query_start=np.array(starts, np.int32),
             seq_lens=np.array([chunk.end for chunk in step.chunks], np.int32),
-            block_tables=self._gather_tables(step.chunks, slots),
-            slots=slots,
+            block_tables=self._gather_tables(seqs, slots),
+            slots=np.array(slots, np.int32),
             sample_rows=np.array(sample_rows, np.int32),
             adapter_id=_adapters(step.chunks, starts),
         )
         return Launch(step, inputs, self._sample_rows(step.chunks) if sample_rows else None)
 
-    def _gather_tables(self, chunks: list[Chunk], slots: Int32) -> Int32:
+    def _prepare_decode(self, step: Step, seqs: list[Sequence]) -> Launch:
+        """One token and one sample a sequence. What the batch has had in its last step already is not made again."""
+        batch, chunks = self._batch, step.chunks
+        if batch is None or step.admitted or batch.seqs != seqs:
+            batch = self._batch = self._begin_batch(step, seqs)
+        slots = [seq.slot for seq in seqs]
+        tokens = [
+            seq.tokens[chunk.start] if chunk.start < len(seq.tokens) else -1 - seq.slot
+            for seq, chunk in zip(seqs, chunks, strict=True)
+        ]
+        positions: Int32 = np.array([chunk.start for chunk in chunks], np.int32)
+        inputs = StepInputs(
+            token_ids=np.array(tokens, np.int32),
+            positions=positions,
+            query_start=batch.query_start,
+            seq_lens=positions + 1,
+            block_tables=self._gather_tables(seqs, slots),
+            slots=batch.slots,
+            sample_rows=batch.sample_rows,
+            adapter_id=batch.adapter_id,
+        )
+        return Launch(step, inputs, batch.rows or self._sample_rows(chunks))
+
+    def _begin_batch(self, step: Step, seqs: list[Sequence]) -> _Batch:
+        ends: Int32 = np.arange(len(seqs) + 1, dtype=np.int32)
+        return _Batch(
+            seqs=seqs,
+            slots=np.array([seq.slot for seq in seqs], np.int32),
+            query_start=ends,
+            sample_rows=ends[:-1],
+            adapter_id=np.array([seq.request.adapter_id for seq in seqs], np.int32),
+            rows=None if any(seq.bans for seq in seqs) else self._sample_rows(step.chunks),
+        )
+
+    def _gather_tables(self, seqs: list[Sequence], slots: list[int]) -> Int32:
         """Block tables of the step's sequences [G, S, blocks], as wide as the longest of them."""
-        width = 0
-        for chunk in chunks:
-            seq = chunk.seq
-            for group, table in enumerate(seq.tables):
-                if len(table) > width:
-                    width = len(table)
-                if seq.tables_changed:
+        changed = False
+        for seq in seqs:
+            if seq.tables_changed:
+                changed = True
+                seq.tables_changed = False
+                for group, table in enumerate(seq.tables):
                     row = self._block_tables[group, seq.slot]
                     row[: len(table)] = table
                     row[len(table) :] = -1
-            seq.tables_changed = False
-        gathered: Int32 = np.ascontiguousarray(self._block_tables[:, slots, :width])
-        return gathered
+        if changed or self._gathered is None or slots != self._gathered_slots:
+            width = max((len(table) for seq in seqs for table in seq.tables), default=0)
+            self._gathered = np.ascontiguousarray(self._block_tables[:, slots, :width])
+            self._gathered_slots = slots
+        return self._gathered
 
     def _fill_row(self, seq: Sequence) -> None:
         """Sampling parameters of a sequence that got its slot. One that comes back continues its random draws."""
         tables, slot, params = self._tables, seq.slot, seq.params
+        tables.changed.add(slot)
         tables.temperature[slot] = params.temperature
         tables.top_k[slot] = min(
             max(0, params.top_k), self._model.vocab_size
@@ -154,6 +217,25 @@ class Runner:
         """Run forward, then sampling. Raises whatever the executable raises."""
         self._model.forward(launch.inputs)
         return None if launch.rows is None else self._model.sample(launch.rows)
+
+    def run(self, launch: Launch) -> Pending:
+        """``execute`` it now, on this thread."""
+        done: Future[Sampled | None] = Future()
+        try:
+            done.set_result(self.execute(launch))
+        except Exception as error:  # noqa: BLE001 - it is the step's outcome
+            done.set_exception(error)
+        return done
+
+    def enqueue(self, launch: Launch) -> Pending:
+        """Start it on an asynchronous executable."""
+        assert self._device is not None, "the executable is not asynchronous"
+        try:
+            return self._device.enqueue(launch.inputs, launch.rows)
+        except Exception as error:  # noqa: BLE001 - it is the step's outcome
+            failed: Future[Sampled | None] = Future()
+            failed.set_exception(error)
+            return failed
 
     # -- after ----------------------------------------------------------------------------------------------------
 

@@ -329,8 +329,12 @@ class Scheduler:
                 self._retire(seq)
         return self._collect_unreported(touched)
 
-    def cancel(self, step: Step) -> None:
-        """Undo the latest ``schedule``, whose step was never started. Its sequences keep their slots and blocks."""
+    def cancel(self, step: Step, *, ran: bool = False) -> None:
+        """Undo the latest ``schedule``. Its sequences keep their slots and blocks.
+
+        ``ran``: the step was started all the same, and its result is not wanted. Then those of its sequences that no
+        other step holds begin anew, since what it did to slot states, draws and token counts cannot be undone.
+        """
         for chunk in reversed(step.chunks):
             seq = chunk.seq
             seq.in_flight -= 1
@@ -339,6 +343,8 @@ class Scheduler:
                 seq.pending -= 1
             if seq.finish_reason is not None:
                 self._retire(seq)
+            elif ran and not seq.in_flight:
+                self._preempt(seq)
 
     def _collect_unreported(self, touched: list[Sequence]) -> list[Sequence]:
         if self.unreported:

@@ -147,12 +147,15 @@ class FakeModel:
         max_model_len: int = 48,
         buckets: tuple[Bucket, ...] = (),
         delay: float = 0.0,
+        faults: frozenset[int] = frozenset(),
     ) -> None:
+        """``faults``: numbers of the steps (from 0) that raise."""
         self.groups = groups
         self.vocab_size = VOCAB
         self.max_model_len = max_model_len
         self.buckets = buckets
         self.delay = delay
+        self.faults = faults
         self.leaves_host_free = True
         self.steps: list[StepInputs] = []
 
@@ -200,6 +203,8 @@ class FakeModel:
                 )
                 if t in rows:
                     self._logits.append(logits_of(folds))
+        if len(self.steps) - 1 in self.faults:
+            raise ArithmeticError(f"step {len(self.steps) - 1} is at fault")
 
     def _advance(
         self, step: StepInputs, s: int, position: int, token: int, adapter: int, fold: bool

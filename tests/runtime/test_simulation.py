@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from compilerllm.runtime.engine import InProcessEngine
 from compilerllm.runtime.messages import Delta, Request
 from compilerllm.runtime.speculation import Drafter
 from compilerllm.sampling_params import SamplingParams
+from tests.runtime.fake_device import FakeDevice
 from tests.runtime.fake_model import (
     EOS,
     PAGED,
@@ -25,6 +27,9 @@ from tests.runtime.fake_model import (
 )
 
 MODEL_LEN = 48
+# Where steps run: on the caller's thread, on the worker's, or on a device that is told of the next one meanwhile.
+Where = Literal["here", "thread", "device"]
+EVERYWHERE: tuple[Where, ...] = ("here", "thread", "device")
 # What later requests have in common with earlier ones. The last id of the vocabulary is the poisoned one.
 PREFIXES = [[1 + mix(n, i) % (VOCAB - 2) for i in range(MODEL_LEN)] for n in range(3)]
 
@@ -168,9 +173,9 @@ class Simulation:
             expected = generate_alone(
                 self.model.groups, asked.prompt, asked.params, limit, adapter=asked.adapter
             )
-            if end.finish_reason == "abort":
+            if end.finish_reason in ("abort", "error"):
                 assert output == expected[0][: len(output)], (
-                    f"{request_id} (aborted): {output}, alone {expected}"
+                    f"{request_id} ({end.finish_reason}): {output}, alone {expected}"
                 )
                 continue
             assert (output, end.finish_reason) == expected, f"{request_id}: {output}, alone {expected}"
@@ -190,20 +195,22 @@ def simulate(
     num_blocks: int = 14,
     max_num_seqs: int = 4,
     max_tokens: int = 16,
-    overlap: bool = True,
+    where: Where = "thread",
     prefix_caching: bool = True,
     drafter: Drafter | None = None,
     buckets: tuple[Bucket, ...] = (),
     max_prefill_chunk: int | None = None,
+    faults: frozenset[int] = frozenset(),
 ) -> Simulation:
-    model = FakeModel(groups, MODEL_LEN, buckets)
+    kind = FakeDevice if where == "device" else FakeModel
+    model = kind(groups, MODEL_LEN, buckets, faults=faults)
     engine = InProcessEngine(
         model,
         SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
             max_prefill_chunk=max_prefill_chunk,
-            async_scheduling=overlap,
+            async_scheduling=where != "here",
         ),
         CacheConfig(num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
         drafter=drafter,
@@ -239,7 +246,7 @@ SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[Heal
     num_blocks=st.sampled_from([8, 10, 14, 40]),
     max_num_seqs=st.integers(1, 6),
     max_tokens=st.sampled_from([3, 7, 16, 64]),
-    overlap=st.booleans(),
+    where=st.sampled_from(["here", "thread", "device", "device"]),
     prefix_caching=st.booleans(),
     max_prefill_chunk=st.sampled_from([None, 5]),
 )
@@ -258,6 +265,32 @@ def test_guessed_tokens_change_no_output(workload, groups, **options):  # type: 
     simulate(groups, workload, drafter=GuessingDrafter(groups), **options)
 
 
+@SETTINGS
+@given(
+    workload=events(),
+    groups=st.sampled_from([PAGED, WINDOWED, WITH_SLOT]),
+    num_blocks=st.sampled_from([8, 14, 40]),
+    max_tokens=st.sampled_from([3, 16, 64]),
+    where=st.sampled_from(["here", "thread", "device", "device"]),
+    faults=st.frozensets(st.integers(0, 40), max_size=5),
+)
+def test_steps_that_fail_change_no_output_of_other_requests(workload, groups, **options):  # type: ignore[no-untyped-def]
+    simulate(groups, workload, **options)
+
+
+@SETTINGS
+@given(
+    workload=st.lists(submits(), min_size=2, max_size=12),
+    groups=st.sampled_from([PAGED, WINDOWED, WITH_SLOT]),
+    num_blocks=st.sampled_from([8, 14, 40]),
+    max_tokens=st.sampled_from([3, 16, 64]),
+)
+def test_a_device_says_what_the_host_says(workload, groups, **options):  # type: ignore[no-untyped-def]
+    there = simulate(groups, workload, where="device", **options)
+    here = simulate(groups, workload, where="here", **options)
+    assert there.outputs == here.outputs
+
+
 def _burst(count: int, **params: object) -> list[Submit | Abort | Steps]:
     options = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, **params}
     sampling = SamplingParams(**options)  # type: ignore[arg-type]
@@ -265,8 +298,8 @@ def _burst(count: int, **params: object) -> list[Submit | Abort | Steps]:
 
 
 def test_a_tiny_pool_preempts_and_recomputes() -> None:
-    for groups, overlap in itertools.product((PAGED, WINDOWED, WITH_SLOT), (False, True)):
-        simulation = simulate(groups, _burst(8), num_blocks=12, overlap=overlap, max_prefill_chunk=4)
+    for groups, where in itertools.product((PAGED, WINDOWED, WITH_SLOT), EVERYWHERE):
+        simulation = simulate(groups, _burst(8), num_blocks=12, where=where, max_prefill_chunk=4)
         stats = simulation.engine.stats()
         assert stats.num_preemptions > 0
         assert sum(end.num_preemptions for end in simulation.ends.values()) == stats.num_preemptions
@@ -276,7 +309,7 @@ def test_drafts_are_verified_several_a_step_and_rejected_ones_rolled_back() -> N
     for groups in (PAGED, WINDOWED):
         drafter = GuessingDrafter(groups)
         simulation = simulate(groups, _burst(4), num_blocks=60, max_tokens=32, drafter=drafter)
-        plain = simulate(groups, _burst(4), num_blocks=60, max_tokens=32, overlap=False)
+        plain = simulate(groups, _burst(4), num_blocks=60, max_tokens=32, where="here")
         assert drafter.wrong > 5 and drafter.proposed > 30
         assert any(len(step.sample_rows) > len(step.slots) for step in simulation.model.steps)
         assert len(simulation.model.steps) < 0.7 * len(plain.model.steps)
@@ -302,3 +335,27 @@ def test_decodes_go_on_beside_a_chunked_prefill() -> None:
     mixed = [step for step in simulation.model.steps if 1 < len(step.slots) < len(step.token_ids)]
     assert len(mixed) == 5  # 30 tokens, 7 a step beside one decode
     assert all(int(step.query_start[1]) == 1 for step in mixed), "the decode stands first"
+
+
+def test_a_device_has_the_next_step_before_the_last_one_ends() -> None:
+    simulation = simulate(PAGED, _burst(4), num_blocks=60, max_tokens=64, where="device")
+    device = simulation.model
+    assert isinstance(device, FakeDevice)
+    assert device.deepest == 2
+    assert device.resent > 5, "unchanged block tables are handed over as they are"
+    waiting = [step for step in device.steps if (step.token_ids < 0).any()]
+    assert len(waiting) > 20, "tokens of the step before are not known to the host yet"
+
+
+def test_what_was_launched_behind_a_failing_step_is_thrown_away_and_done_again() -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.7, seed=3, ignore_eos=True, frequency_penalty=0.5)
+    for groups in (PAGED, WINDOWED, WITH_SLOT):
+        workload: list[Submit | Abort | Steps] = [
+            Submit(0, 6, [], params),
+            Steps(4),
+            Submit(1, 9, [], params),
+        ]
+        simulation = simulate(groups, workload, num_blocks=40, where="device", faults=frozenset({3}))
+        first, second = simulation.ends["r0"], simulation.ends["r1"]
+        assert first.finish_reason == "error" and "step 3 is at fault" in str(first.error)
+        assert second.finish_reason == "length" and second.num_preemptions == 1
