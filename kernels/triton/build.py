@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compilerllm.kernels.errors import KernelError
+from compilerllm.kernels.triton.prefetch import early_arguments
 from compilerllm.kernels.triton.source import KernelSource, _generated, function
 from compilerllm.kernels.triton.target import CudaTarget
 
@@ -28,6 +29,7 @@ class Cubin:
     num_warps: int
     shared: int
     file: Path
+    early: tuple[int, ...] = ()  # arguments read before the wait (``prefetch``)
 
 
 def tool_versions() -> tuple[str, ...]:
@@ -79,7 +81,9 @@ def compile_source(source: KernelSource, capability: int) -> tuple[bytes, dict[s
                 f"{source.template} needs {scratch} {getattr(meta, scratch)}, which our launcher does not provide; "
                 "write the kernel without device-side descriptors"
             )
-    return compiled.asm["cubin"], {"name": meta.name, "num_warps": meta.num_warps, "shared": meta.shared}
+    early = early_arguments(compiled.asm["ptx"], source.template) if source.pdl else ()
+    facts = {"name": meta.name, "num_warps": meta.num_warps, "shared": meta.shared, "early": list(early)}
+    return compiled.asm["cubin"], facts
 
 
 def _job(order: tuple[KernelSource, str, int, str, Mapping[str, str]]) -> str:
@@ -105,7 +109,9 @@ def _read(folder: Path, key: str) -> Cubin | None:
     except (OSError, ValueError):
         return None
     file = folder / f"{key}.cubin"
-    return Cubin(key, meta["name"], meta["num_warps"], meta["shared"], file) if file.exists() else None
+    if not file.exists():
+        return None
+    return Cubin(key, meta["name"], meta["num_warps"], meta["shared"], file, tuple(meta["early"]))
 
 
 def build_kernels(

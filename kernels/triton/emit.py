@@ -10,6 +10,7 @@ from compilerllm.kernels.groups import paged_windows
 from compilerllm.kernels.launch.gpu.program import Argument, Kernel, Launch, Plan, Pointer, Program
 from compilerllm.kernels.triton.build import Cubin, build_kernels
 from compilerllm.kernels.triton.emitter import BucketEmitter, Call, Chooser, Emitted, Memory
+from compilerllm.kernels.triton.prefetch import check_launches
 from compilerllm.kernels.triton.source import KernelSource
 from compilerllm.kernels.triton.target import CudaTarget
 
@@ -60,6 +61,7 @@ def finish_program(draft: ProgramDraft, cubins: Mapping[KernelSource, Cubin] | N
                 kernels.append(_kernel(call, cubins))
             args = tuple(_fixed(a, emitted.memory) for a in call.args)
             launches.append(Launch(numbers[key], call.grid, args, call.label))
+        check_launches(launches, kernels)
         plans.append(Plan(emitted.bucket, arena, tuple(launches)))
     return Program(tuple(kernels), tuple(plans), max((b.counters for b in draft.buckets), default=0))
 

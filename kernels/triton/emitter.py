@@ -146,6 +146,11 @@ class BucketEmitter:
         self._scratch = 0
         self._last_use = self._lives()
 
+    @property
+    def node(self) -> Node:
+        """The node being emitted."""
+        return self.graph.nodes[self._node]
+
     # -- where values are -----------------------------------------------------------------------------------------
 
     def ref(self, value: Value) -> Ref:
@@ -458,12 +463,7 @@ def all_emitters() -> Mapping[str, Emitter]:
     return EMITTERS
 
 
-def current_node(e: BucketEmitter) -> Node:
-    """The node being emitted."""
-    return e.graph.nodes[e._node]
-
-
 __all__ = [
     "EMITTERS", "ITEM_BYTES", "TRITON_TYPES", "Arg", "BucketEmitter", "Call", "Chooser", "Emitted", "FirstCandidate",
-    "Memory", "Rows", "Typed", "all_emitters", "current_node", "emitter", "strided_copy",
+    "Memory", "Rows", "Typed", "all_emitters", "emitter", "strided_copy",
 ]  # fmt: skip

@@ -71,6 +71,10 @@ class Kernel:
     shared: int = 0  # bytes of dynamic shared memory
     pdl: bool = False  # launched with programmatic stream serialization
     constexprs: tuple[tuple[str, Any], ...] = ()  # by name; for a library call its fixed arguments
+    early: tuple[
+        int, ...
+    ] = ()  # arguments whose memory it reads before it waits for its predecessor: parameters only
+    scratch: int = 0  # bytes of scratch memory that each program wants: none, or the launcher refuses it
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,12 @@ class Program:
             )
         kernels = tuple(
             Kernel(
-                **{**k, "types": tuple(k["types"]), "constexprs": tuple((n, v) for n, v in k["constexprs"])}
+                **{
+                    **k,
+                    "types": tuple(k["types"]),
+                    "early": tuple(k["early"]),
+                    "constexprs": tuple((n, v) for n, v in k["constexprs"]),
+                }
             )
             for k in entry["kernels"]
         )
@@ -222,7 +231,7 @@ class StepLayout:
         t, s, r = bucket.tokens, bucket.sequences, bucket.rows
         sizes = {
             "token_ids": t, "positions": t, "query_start": s + 1, "seq_lens": s, "slots": s, "sample_rows": r,
-            "adapter_id": t,
+            "adapter_id": t, "row_slots": r,
         } | {f"table_{g}": s * table_columns for g in range(groups)}  # fmt: skip
         offsets, at = {"meta": 0}, META_BYTES
         for name, count in sizes.items():
