@@ -65,7 +65,7 @@ def write_cuda(
 
     stage("generate")
     flat = flat_module(module)
-    chooser = chooser or TunedChooser.shipped(target)
+    chooser = chooser or TunedChooser.for_target(target, cache_dir() / "tuning")
     draft = draft_program(flat, buckets, target, level, chooser, prepare_bucket)
     stage("compile")
     progress = partial(_tell, stage)

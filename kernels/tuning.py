@@ -107,10 +107,17 @@ class TunedChooser:
         self.picks: dict[tuple[str, str], tuple[dict[str, Any], str]] = {}
 
     @staticmethod
-    def shipped(target: CudaTarget) -> "TunedChooser":
-        """With the data that comes with the package for the target's chip, where there is any."""
-        path = FOLDER / f"{target.chip.lower()}.json"
-        return TunedChooser(TuningData.read(path) if path.exists() else None)
+    def for_target(target: CudaTarget, own: Path | None = None) -> "TunedChooser":
+        """With what comes with the package for the target's chip, and over it what lies in the folder ``own``."""
+        data: TuningData | None = None
+        for folder in (FOLDER, own):
+            if folder is not None and (path := folder / f"{target.chip.lower()}.json").exists():
+                read = TuningData.read(path)
+                if data is None:
+                    data = read
+                else:
+                    data.merge(read)
+        return TunedChooser(data)
 
     def choose(self, family: str, problem: Problem, candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
         timed, exact = self.data.find(family, problem) if self.data is not None else ([], False)
@@ -131,15 +138,3 @@ class TunedChooser:
             {"family": family, "problem": problem, "config": config, "why": why}
             for (family, problem), (config, why) in sorted(self.picks.items(), key=lambda p: p[0])
         ]
-
-
-class RecordingChooser:
-    """Takes the first candidate, or a forced one, and keeps every problem with its candidates: what could be timed."""
-
-    def __init__(self, forced: Mapping[str, Any] | None = None) -> None:
-        self.forced = forced
-        self.seen: list[tuple[str, dict[str, int | str], list[dict[str, Any]]]] = []
-
-    def choose(self, family: str, problem: Problem, candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        self.seen.append((family, dict(problem), list(candidates)))
-        return dict(self.forced) if self.forced is not None and self.forced in candidates else candidates[0]

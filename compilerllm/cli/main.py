@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "continue a text, and stop",
     "chat": "talk with a model in the terminal",
     "compile": "build the artifact ahead of time, serve nothing",
+    "tune": "time candidate kernels of a model's shapes on this GPU",
     "opt": "run passes over a graph and print it; why did it not fuse?",
     "collect-env": "what to put into a bug report",
 }

@@ -1,0 +1,113 @@
+"""Time every candidate kernel of a model's shapes on this GPU, and merge the figures into a file of tuning data.
+
+Later builds for the same chip pick the fastest. Without --output the file lies in the cache and is used by this user's
+builds; figures of several machines and models merge.
+
+compilerllm tune meta-llama/Llama-3.1-8B --tokens 1,8,64
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compilerllm.errors import CompilerLLMError
+
+if TYPE_CHECKING:
+    from compilerllm.ir.graph import Module
+    from compilerllm.kernels.tuning import TuningData
+
+DECODE = "1,2,4,8,16,32,64,128,256,512"
+MIXED = "512,2048,8192"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="A folder, a hub id or a .gguf file; weights are not read."
+    )
+    parser.add_argument("--sequences", default=DECODE, help=f"Decode steps to time, by sequences. [{DECODE}]")
+    parser.add_argument("--tokens", default=MIXED, help=f"Steps with prompts to time, by tokens. [{MIXED}]")
+    parser.add_argument(
+        "--families", default="", help="Only these kernel families, such as linear,decode. [all]"
+    )
+    parser.add_argument("--dtype", default="auto", help="As for serve. [auto]")
+    parser.add_argument("--output", type=Path, help="File to merge into. [the cache's]")
+    parser.add_argument("--milliseconds", type=float, default=20.0, help="Time spent on a candidate. [20]")
+
+
+def run(args: argparse.Namespace) -> int:
+    from compilerllm.checkpoint import locate
+    from compilerllm.kernels.triton.target import find_cuda_target
+    from compilerllm.models.model import capture_checkpoint
+    from compilerllm.models.resolve import resolve
+    from compilerllm.passes.pipeline import Options, run_pipeline
+    from compilerllm.targets import target_name
+
+    target = find_cuda_target(target_name("cuda"))
+    checkpoint = resolve(str(locate(args.model)), dtype=args.dtype, load_format="dummy")
+    module, _ = run_pipeline(capture_checkpoint(checkpoint).module, Options(level=3, target=target.name))
+    path = args.output or tuning_file(target.chip)
+    data = measure(
+        module, target, _numbers("--sequences", args.sequences), _numbers("--tokens", args.tokens),
+        set(filter(None, args.families.split(","))), args.milliseconds / 1e3,
+    )  # fmt: skip
+    merge_into(path, data)
+    for family, problems in sorted(data.entries.items()):
+        for key, timed in sorted(problems.items()):
+            if timed:
+                print(f"{family:<12} {key}: {timed[0]['us']:.1f} us  {timed[0]['config']}")
+    print(f"merged into {path}")
+    return 0
+
+
+def tuning_file(chip: str) -> Path:
+    """This user's tuning data of a chip."""
+    from compilerllm.environment import cache_dir
+
+    return cache_dir() / "tuning" / f"{chip.lower()}.json"
+
+
+def merge_into(path: Path, data: "TuningData") -> None:
+    """Add to the file what was measured."""
+    from compilerllm.kernels.tuning import TuningData
+
+    merged = TuningData.read(path) if path.exists() else TuningData(data.chip)
+    merged.merge(data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged.write(path)
+
+
+def measure(
+    module: "Module", target: Any, sequences: list[int], tokens: list[int], families: set[str], seconds: float
+) -> "TuningData":
+    """Time the model's problems, with a progress bar."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from compilerllm.cuda_artifact import flat_module, prepare_bucket
+    from compilerllm.environment import cache_dir
+    from compilerllm.ir.step import Bucket
+    from compilerllm.kernels.triton.tasks import find_tasks
+    from compilerllm.kernels.triton.tune import tune
+
+    buckets = [Bucket(s, s, s, 1) for s in sequences] + [Bucket(t, min(t, 16), min(t, 16), t) for t in tokens]
+    tasks = find_tasks(flat_module(module), buckets, target, 3, prepare_bucket)
+    tasks = [t for t in tasks if not families or t.family in families]
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        line = bar.add_task("", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            if what.startswith("left out"):
+                bar.console.print(what, highlight=False, soft_wrap=True)
+            bar.update(line, completed=done, total=total, description=what[:60])
+
+        return tune(tasks, target, 3, cache_dir() / "kernels", target.chip, show, seconds)
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        found = [0]
+    if any(n < 1 for n in found):
+        raise CompilerLLMError(f"{flag} takes whole numbers above 0, separated by commas, not {text!r}.")
+    return found
