@@ -3,8 +3,11 @@
 ``launch`` runs one template; ``run_module`` an IR module through the emitters and a whole program.
 """
 
+import math
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,9 @@ from compilerllm.ir.graph import Module
 from compilerllm.ir.step import Bucket, StepInputs
 from compilerllm.ir.text import parse_module
 from compilerllm.ir.types import StateType
-from compilerllm.kernels.launch.gpu.program import META, Addresses, StepLayout, arguments
+from compilerllm.kernels.launch.gpu.program import META, Addresses, Plan, StepLayout, arguments
 from compilerllm.kernels.triton.build import compile_source
-from compilerllm.kernels.triton.emit import draft_program, finish_program
+from compilerllm.kernels.triton.emit import ProgramDraft, build_program, draft_program, finish_program
 from compilerllm.kernels.triton.emitter import TRITON_TYPES, Chooser
 from compilerllm.kernels.triton.interpret import run_kernel
 from compilerllm.kernels.triton.source import KernelSource, argument_names, function
@@ -129,8 +132,10 @@ class Machine:
     ) -> None:  # fmt: skip
         self.module = inline_calls(module)
         extra = {} if prepare is None else {"prepare": prepare}
-        self.program = finish_program(draft_program(self.module, buckets, TARGET, level, chooser, **extra))
-        self.params = {n: p.contiguous() for n, p in params.items()}
+        draft = draft_program(self.module, buckets, TARGET, level, chooser, **extra)
+        self._native = _Native(draft) if NATIVE else None
+        self.program = self._native.program if self._native else finish_program(draft)
+        self.params = {n: p.to(device()).contiguous() for n, p in params.items()}
         self.states = {
             v.name: _make_state(v.state, num_blocks, poison) for v in self.module.main.states
         }  # fmt: skip
@@ -152,11 +157,12 @@ class Machine:
         packed = np.zeros(layout.bytes // 4, np.int32)
         if step is not None:
             _fill(packed, layout, bucket, step)
-        block = torch.from_numpy(packed)
+        block = torch.from_numpy(packed).to(device())
+        inputs = [t.to(device()).contiguous() for t in inputs]
         dims = {"T": bucket.tokens, "S": bucket.sequences, "R": bucket.rows}
         outs = [
             torch.full([_value(d, dims) for d in v.shape], float("nan") if v.dtype.startswith(("f", "b")) and v.dtype != "bool" else 0,
-                       dtype=TORCH[v.dtype])
+                       dtype=TORCH[v.dtype], device=device())
             for v in self.module.main.outputs
         ]  # fmt: skip
         where = Addresses(
@@ -167,12 +173,59 @@ class Machine:
             step_base=block.data_ptr(), step=layout.offsets,
         )  # fmt: skip
         by_index = _Logits(where, [o.data_ptr() for o in outs])
-        for item in entry.launches:
-            values, grid = arguments(item, by_index, dims)
-            run_kernel(self.program.kernels[item.kernel], grid, values)
+        if self._native is not None:
+            known = [*self.params.values(), *self.states.values(), *inputs, *outs, self.arena, block]
+            self._native.run(entry, by_index, known)
+        else:
+            for item in entry.launches:
+                values, grid = arguments(item, by_index, dims)
+                run_kernel(self.program.kernels[item.kernel], grid, values)
         assert not self.counters.any(), "a kernel left a counter behind"
         rows = len(step.sample_rows) if step is not None else None
         return [o[:rows] if rows is not None else o for o in outs]
+
+
+class _Native:
+    """The program's cubins, built here and launched on the GPU by our own launcher."""
+
+    def __init__(self, draft: ProgramDraft) -> None:
+        from compilerllm.kernels.launch.gpu.driver import Driver
+
+        self.program, cubins = build_program(draft, Path(tempfile.gettempdir()) / "compilerllm-test-kernels")
+        self._driver = Driver()
+        files = {c.key: c for c in cubins.values()}
+        self._loaded = [
+            self._driver.load(files[k.key].file.read_bytes(), k.name, k.shared, k.template)
+            if k.key
+            else (None, 0)
+            for k in self.program.kernels
+        ]
+
+    def run(self, plan: Plan, where: Addresses, known: Sequence[torch.Tensor]) -> None:
+        from compilerllm.kernels.launch.gpu.launcher import PackedPlan
+
+        def tensor(address: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+            for t in known:
+                at = address - t.data_ptr()
+                if 0 <= at < max(1, t.numel() * t.element_size()):
+                    flat = t.view(-1).view(torch.uint8)[at:]
+                    return flat[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+            raise AssertionError(f"no tensor of the test lies at {address:#x}")
+
+        functions = [f for _, f in self._loaded]
+        stream = torch.cuda.current_stream().cuda_stream
+        packed = PackedPlan(
+            plan,
+            self.program.kernels,
+            functions,
+            where,
+            self._driver.launch_function(),
+            stream,
+            tensor,
+            Path(),
+        )
+        packed.run()
+        torch.cuda.synchronize()
 
 
 class _Logits(Addresses):
@@ -190,7 +243,7 @@ class _Logits(Addresses):
 
 def _make_state(state: StateType, num_blocks: int, poison: float) -> torch.Tensor:
     shape = (num_blocks, 2, state["heads"], BLOCK, state["dim"])
-    return torch.full(shape, poison, dtype=TORCH[state.dtype])
+    return torch.full(shape, poison, dtype=TORCH[state.dtype], device=device())
 
 
 def _value(size: Any, dims: Mapping[str, int]) -> int:
