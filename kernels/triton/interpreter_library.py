@@ -2,7 +2,8 @@
 
 Triton decides whether a function is interpreted where it is decorated. Its library (``tl.sum``, ``tl.max`` ...) is
 decorated when Triton is imported, which is for compilation here. So the library is interpreted when it is called, and
-only within an interpreted kernel. The interpreter's own conversion to bf16 cuts bits off.
+only within an interpreted kernel. The interpreter's own conversion to bf16 cuts bits off, and its products of bf16 tiles
+multiply bits.
 """
 
 from functools import cache
@@ -28,6 +29,8 @@ def enable() -> None:
         def __init__(self, scope: Any) -> None:
             self.scope = scope
             running[0] = True
+            # numbers are arrays of one element to the interpreter, which numpy takes for a loop's bounds no more
+            tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
 
         def restore(self) -> None:
             self.scope.restore()
@@ -54,7 +57,7 @@ def enable() -> None:
 
 def _round_to_nearest(interpreter: Any, tl: Any) -> None:
     builder = interpreter.InterpreterBuilder
-    convert, cast = builder.create_fp_to_fp, builder.cast_impl
+    convert, cast, dot = builder.create_fp_to_fp, builder.cast_impl, builder.create_dot
 
     def through_f32(source: Any, target: Any) -> Any:
         """Between f32 and bf16; None for other conversions."""
@@ -77,4 +80,8 @@ def _round_to_nearest(interpreter: Any, tl: Any) -> None:
         found = through_f32(source, target)
         return convert(self, source, target, rounding) if found is None else found
 
-    builder.cast_impl, builder.create_fp_to_fp = cast_impl, create_fp_to_fp
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        wide = [through_f32(x, tl.float32) for x in (a, b)]
+        return dot(self, a if wide[0] is None else wide[0], b if wide[1] is None else wide[1], *rest)
+
+    builder.cast_impl, builder.create_fp_to_fp, builder.create_dot = cast_impl, create_fp_to_fp, create_dot
