@@ -1,0 +1,372 @@
+"""A compiled model on a GPU: launches per bucket over planned memory, replayed as graphs, one step ahead of the host.
+
+Nothing in ``enqueue`` waits for the device: step inputs go through pinned buffers, tokens of the step before are read
+where they were sampled, and results come back behind an event.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from compilerllm.artifact import ArtifactInvalid, read_manifest
+from compilerllm.compiled import StepTooLarge
+from compilerllm.errors import CompilerLLMError
+from compilerllm.ir.step import Bucket, Float32, Sampled, SampleRows, SamplingTables, StateGroup, StepInputs
+from compilerllm.kernels.errors import ArtifactError
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
+from compilerllm.kernels.launch.gpu import memory
+from compilerllm.kernels.launch.gpu.backend import Backend, BoundPlan, CudaBackend
+from compilerllm.kernels.launch.gpu.graphs import GraphSet, OnCapture, Recipe, captured_buckets
+from compilerllm.kernels.launch.gpu.greedy import GreedySampler, StepSampler, void
+from compilerllm.kernels.launch.gpu.memory import MemoryPlan
+from compilerllm.kernels.launch.gpu.parameters import Placement, load_parameters
+from compilerllm.kernels.launch.gpu.program import Addresses, Program
+from compilerllm.kernels.launch.gpu.steps import RING, StepStage, step_bytes
+from compilerllm.kernels.launch.packing import ParameterSpec
+from compilerllm.kernels.launch.weights import DummySource, WeightSource
+
+log = logging.getLogger(__name__)
+OnBytes = Callable[[int, int], None]
+
+
+class NoForward(CompilerLLMError):
+    """Sampling or logits asked for before any step."""
+
+
+@dataclass(frozen=True)
+class CudaOptions:
+    """How a model runs on its device.
+
+    graphs: steps are captured; mixed ones of up to ``max_graph_tokens`` tokens. check_launches: no graphs, and the host
+    waits after every launch, so that a kernel that fails is named. made_up_on_device: dummy weights are made there
+    (uniform within 0.001), not those that the dummy checkpoint would give.
+    """
+
+    graphs: bool = True
+    max_graph_tokens: int = 512
+    check_launches: bool = False
+    made_up_on_device: bool = True
+
+
+DEFAULT_OPTIONS = CudaOptions()
+
+
+class CudaPending:
+    """A step on its way."""
+
+    def __init__(self, finish: Callable[[], Sampled | None]) -> None:
+        self._finish = finish
+
+    def result(self) -> Sampled | None:
+        """Wait for the step. Raises ``KernelFault`` where a kernel failed."""
+        return self._finish()
+
+
+class CudaModel:
+    """An ``AsyncExecutable`` made from an artifact for CUDA. ``load`` is the way to get one."""
+
+    asynchronous: Literal[True] = True
+    leaves_host_free = True
+
+    def __init__(
+        self, folder: Path, manifest: dict[str, Any], backend: Backend, options: CudaOptions = DEFAULT_OPTIONS
+    ) -> None:
+        self.folder, self.manifest, self.options = folder, manifest, options
+        self.facts: dict[str, Any] = manifest["facts"]
+        self.vocab_size = int(manifest["vocab_size"])
+        self.max_model_len = int(manifest["max_model_len"])
+        self.program = read_program(folder, manifest)
+        self.buckets = tuple(plan.bucket for plan in self.program.plans)
+        self._order = sorted(
+            range(len(self.buckets)), key=lambda i: (self.buckets[i].tokens, self.buckets[i].rows)
+        )
+        self._bounds = np.array([_size(self.buckets[i]) for i in self._order], np.int64)
+        self.groups = tuple(self._group(g) for g in manifest["groups"])
+        self.placement = Placement.of(
+            ParameterSpec.parse(p["name"], p["dtype"], p["shape"], p["recipe"])
+            for p in manifest["parameters"]
+        )
+        self._backend = backend
+        self._loaded = backend.load(self.program, folder)
+        self._logits_dtype = TORCH_DTYPES[manifest.get("logits_dtype", "f32")]
+        self._weights: torch.Tensor | None = None
+        self._params: Mapping[str, int] = {}
+        self._plans: dict[int, BoundPlan] = {}
+        self.graphs = GraphSet()
+        self._last: tuple[int, int] | None = None  # bucket and rows of the last step
+
+    @staticmethod
+    def load(
+        folder: Path,
+        source: WeightSource,
+        *,
+        backend: Backend | None = None,
+        options: CudaOptions = DEFAULT_OPTIONS,
+        on_progress: OnBytes | None = None,
+    ) -> "CudaModel":
+        """Open the artifact in ``folder``, put its weights on the device, and reserve a step's memory.
+
+        Raises ``ArtifactInvalid``, ``ArtifactError``, the driver's errors (``NoGpu``, ``DriverTooOld``, ``WrongDevice``,
+        ``MissingKernel``, ``DeviceOutOfMemory``) and the weight source's. ``on_progress`` gets bytes done and in all.
+        """
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise ArtifactInvalid(
+                f"{folder} holds no finished artifact. Build it with `compilerllm compile`."
+            )
+        if backend is None:
+            backend = CudaBackend(int(manifest["capability"]))
+        model = CudaModel(folder, manifest, backend, options)
+        made_up = options.made_up_on_device and isinstance(source, DummySource)
+        model._weights, model._params = load_parameters(
+            backend, model.placement, source, made_up=made_up, on_progress=on_progress
+        )
+        model._reserve()
+        return model
+
+    def _group(self, entry: dict[str, Any]) -> StateGroup:
+        if entry["addressing"] != "paged":
+            raise ArtifactError(
+                f"state group {entry['name']} is addressed by {entry['addressing']}, which CUDA programs do not run yet"
+            )
+        members = [s for s in self.manifest["states"] if s["group"] == entry["index"]]
+        nbytes = sum(memory.state_block_bytes(s) for s in members)
+        return StateGroup(entry["name"], "paged", memory.BLOCK_SIZE, nbytes, entry["window"])
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def _reserve(self) -> None:
+        """What every step writes, shared by all buckets: it runs one step at a time."""
+        plan, backend = self.memory_plan(), self._backend
+        self._arena = backend.allocate(plan.arena, "intermediate values")
+        self._logits_memory = backend.allocate(plan.logits, "logits")
+        self._counters = backend.allocate(4 * max(1, self.program.counters), "counters")
+        backend.do(lambda: void(self._counters.zero_()))
+        self._stage = StepStage(backend, self.buckets, len(self.groups), self._table_columns)
+        self._ends = cycle([backend.mark() for _ in range(RING)])  # of steps that sample nothing
+
+    @property
+    def _table_columns(self) -> int:
+        return -(-self.max_model_len // memory.BLOCK_SIZE)
+
+    @property
+    def _captured(self) -> list[int]:
+        return captured_buckets(self.buckets, self.options.max_graph_tokens) if self._uses_graphs else []
+
+    @property
+    def _uses_graphs(self) -> bool:
+        return self.options.graphs and not self.options.check_launches
+
+    def memory_plan(self, max_num_seqs: int | None = None) -> MemoryPlan:
+        """Predicted bytes of everything but KV blocks, from the manifest alone."""
+        rows = max(b.rows for b in self.buckets)
+        slots = max_num_seqs or max(b.sequences for b in self.buckets)
+        launches = {i: len(self.program.plans[i].launches) for i in self._captured}
+        decode = [i for i in self._captured if self.buckets[i].max_query == 1]
+        nodes = [*launches.values(), *(launches[i] + SAMPLING_NODES for i in decode)]
+        files = self.manifest.get("files", {})
+        return MemoryPlan(
+            weights=self.placement.nbytes,
+            arena=max(p.arena_bytes for p in self.program.plans),
+            logits=rows * self.vocab_size * self._logits_dtype.itemsize,
+            steps=step_bytes(self.buckets, len(self.groups), self._table_columns),
+            tables=4 * (slots + rows + self.program.counters),
+            kernels=sum(size for name, size in files.items() if name.endswith(".cubin")),
+            library=memory.LIBRARY_BYTES if memory.uses_library(self.program) else 0,
+            graphs=memory.graph_bytes(nodes),
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the device."""
+        return self.placement.nbytes
+
+    def state_budget(self, utilization: float, max_num_seqs: int) -> int:
+        """Bytes that KV blocks may take, after ``load`` and before ``allocate``. Raises ``NoRoomForStates``.
+
+        ``utilization`` is the share of the device's memory that the process may use in all.
+        """
+        plan = self.memory_plan(max_num_seqs)
+        free, total = self._backend.memory()
+        return memory.state_budget(total, free, utilization, plan.graphs + plan.tables + plan.library)
+
+    def count_blocks(
+        self, utilization: float, max_num_seqs: int, max_model_len: int, *,
+        kv_cache_bytes: int | None = None, num_blocks: int | None = None,
+    ) -> int:  # fmt: skip
+        """Blocks of each paged group that fit. Raises ``NoRoomForStates``."""
+        budget = self.state_budget(utilization, max_num_seqs)
+        if kv_cache_bytes is not None:
+            if kv_cache_bytes > budget:
+                raise memory.NoRoomForStates(
+                    f"--kv-cache-bytes asks for {kv_cache_bytes / 2**20:,.0f} MiB, {budget / 2**20:,.0f} MiB of GPU memory "
+                    "are left. Lower it, or raise --gpu-memory-utilization."
+                )
+            budget = kv_cache_bytes
+        return memory.count_blocks(budget, self.groups, max_num_seqs, max_model_len, num_blocks)
+
+    def allocate(
+        self, num_blocks: int, max_num_seqs: int, on_capture: OnCapture | None = None
+    ) -> SamplingTables:
+        """Reserve ``num_blocks`` KV blocks in each group and the sampling tables, then capture the graphs. Once."""
+        backend = self._backend
+        sizes = [memory.state_block_bytes(s) * num_blocks for s in self.manifest["states"]]
+        starts = np.cumsum([0, *(-(-size // 256) * 256 for size in sizes)]).tolist()
+        self._states = backend.allocate(starts[-1], "KV cache")
+        backend.do(lambda: void(self._states.zero_()))  # masked lanes of a block must not be NaN
+        self._state_addresses = {
+            s["name"]: self._states.data_ptr() + at
+            for s, at in zip(self.manifest["states"], starts, strict=False)
+        }
+        rows = max(b.rows for b in self.buckets)
+        self._logits = backend.tensor(
+            self._logits_memory.data_ptr(), self._logits_dtype, (rows, self.vocab_size)
+        )
+        self.sampler: StepSampler = GreedySampler(backend, self._logits, max_num_seqs)
+        if self._uses_graphs:
+            self._capture(on_capture)
+        return self.sampler.tables
+
+    def _capture(self, on_capture: OnCapture | None) -> None:
+        """Run every captured bucket once on an empty step, launch by launch, then capture them all."""
+        self._stage.clear()
+        recipes = []
+        for bucket in self._captured:
+            plan, b = self._plan(bucket), self.buckets[bucket]
+            plan.run_checked(self._backend.synchronize)
+            recipes.append(Recipe(bucket, "", b.tokens, plan.nodes, plan.run))
+            if b.max_query > 1:
+                continue
+            for variant in self.sampler.variants:
+                sample = self.sampler.work(variant, b.rows, self._row_slots(bucket))
+                sample()
+                both = partial(_in_order, plan.run, sample)
+                recipes.append(Recipe(bucket, variant, b.tokens, plan.nodes + SAMPLING_NODES, both))
+        self._backend.synchronize()
+        self.graphs.capture(self._backend, recipes, on_capture)
+
+    def _row_slots(self, bucket: int) -> int:
+        return self._stage.address + self._stage.offsets(bucket)["row_slots"]
+
+    def _plan(self, bucket: int) -> BoundPlan:
+        """A bucket's launches, packed when first asked for."""
+        if bucket not in self._plans:
+            addresses = Addresses(
+                params=self._params, states=self._state_addresses, tables=self.sampler.addresses,
+                arena=self._arena.data_ptr(), logits=self._logits_memory.data_ptr(),
+                counters=self._counters.data_ptr(), step_base=self._stage.address, step=self._stage.offsets(bucket),
+            )  # fmt: skip
+            self._plans[bucket] = self._loaded.bind(self.program.plans[bucket], addresses)
+        return self._plans[bucket]
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def bucket_of(self, step: StepInputs) -> int:
+        """Index of the smallest bucket that holds the step. Raises ``StepTooLarge``."""
+        size = (len(step.token_ids), len(step.seq_lens), len(step.sample_rows), step.max_query)
+        fits = np.all(self._bounds >= size, axis=1)
+        first = int(fits.argmax())
+        if not fits[first]:
+            raise StepTooLarge(
+                f"no bucket holds a step of {size[0]} tokens, {size[1]} sequences and {size[2]} rows; the largest is "
+                f"{max(self.buckets, key=lambda b: b.tokens)}"
+            )
+        return self._order[first]
+
+    def enqueue(self, step: StepInputs, rows: SampleRows | None) -> CudaPending:
+        """Start forward and, with ``rows``, sampling; return at once.
+
+        Raises ``StepTooLarge``, and ``KernelFault`` where the device has failed.
+        """
+        bucket = self.bucket_of(step)
+        variant = self.sampler.prepare(rows) if rows is not None else ""
+        replay = self.graphs.find(bucket, variant) if variant else None
+        joined = replay is not None
+        if replay is None:
+            replay = self.graphs.find(bucket, "")
+        exact = len(step.token_ids), len(step.seq_lens), len(step.sample_rows)
+        sizes = exact if replay is None else _size(self.buckets[bucket])[:3]
+        self._stage.send(bucket, step, None if rows is None else rows.slots, sizes)
+        self._last = bucket, exact[2]
+        if replay is not None:
+            replay()
+        else:
+            self._run(bucket, exact)
+        if rows is None:
+            mark = next(self._ends)
+            mark.record()
+            return CudaPending(mark.wait)
+        if not joined:
+            self.sampler.run(rows, self._row_slots(bucket))
+        return CudaPending(self.sampler.collect(rows))
+
+    def _run(self, bucket: int, sizes: tuple[int, int, int]) -> None:
+        """Launch by launch, at the step's own sizes."""
+        plan = self._plan(bucket)
+        plan.size(dict(zip("TSR", sizes, strict=True)))
+        if self.options.check_launches:
+            plan.run_checked(self._backend.synchronize)
+        else:
+            plan.run()
+
+    def forward(self, step: StepInputs) -> None:
+        """Run one step and wait for it."""
+        self.enqueue(step, None).result()
+
+    def sample(self, rows: SampleRows) -> Sampled:
+        """Choose tokens from the last step's logits."""
+        bucket, count = self._ran()
+        self.sampler.prepare(rows)
+        self._stage.send_row_slots(bucket, rows.slots, count)
+        self.sampler.run(rows, self._row_slots(bucket))
+        return self.sampler.collect(rows)()
+
+    def logits(self) -> Float32:
+        """The last step's logits [R, V]."""
+        _, count = self._ran()
+        size = count * self.vocab_size
+        nbytes = size * self._logits_dtype.itemsize
+        staging = self._backend.staging(nbytes)
+        if nbytes:
+            self._backend.download(staging.data_ptr(), self._logits_memory.data_ptr(), nbytes)
+        self._backend.synchronize()
+        values = staging[:nbytes].view(self._logits_dtype).view(count, self.vocab_size)
+        result: Float32 = values.to(torch.float32).numpy()
+        return result
+
+    def _ran(self) -> tuple[int, int]:
+        if self._last is None:
+            raise NoForward("no step has run yet: call forward first")
+        return self._last
+
+
+SAMPLING_NODES = 8  # launches of the sampling that is joined to a step's graph
+
+
+def read_program(folder: Path, manifest: Mapping[str, Any], part: str = "program") -> Program:
+    """A program of the artifact. Raises ``ArtifactInvalid`` for a file that is no program, ``ArtifactError`` by its ABI."""
+    path = folder / str(manifest[part])
+    try:
+        entry = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ArtifactInvalid(
+            f"{path} cannot be read ({error}). Delete {folder} to build it again."
+        ) from error
+    return Program.from_json(entry)
+
+
+def _size(bucket: Bucket) -> tuple[int, int, int, int]:
+    return bucket.tokens, bucket.sequences, bucket.rows, bucket.max_query
+
+
+def _in_order(*works: Callable[[], None]) -> None:
+    for work in works:
+        work()

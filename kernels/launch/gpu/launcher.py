@@ -1,0 +1,209 @@
+"""Launches packed once: a bucket's arguments, grids and launch configurations lie ready in memory, a launch is one call.
+
+What depends on a step's size (``Extent``) is kept as lists of places, so that running a plan at another size rewrites
+those places in a few array operations.
+"""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from compilerllm.kernels.errors import ArtifactError
+from compilerllm.kernels.launch.gpu.driver import CudaError, KernelFault, LaunchFunction, UnsupportedLaunch
+from compilerllm.kernels.launch.gpu.libraries import LibraryCall, TensorMaker, find_maker
+from compilerllm.kernels.launch.gpu.program import Addresses, Extent, Kernel, Launch, Plan, Pointer
+
+# struct CUlaunchConfig, 56 bytes
+CONFIG = np.dtype(
+    [("grid", "<u4", 3), ("block", "<u4", 3), ("shared", "<u4"), ("pad", "<u4"), ("stream", "<u8"), ("attributes", "<u8"),
+     ("count", "<u4"), ("end", "<u4")]
+)  # fmt: skip
+# struct CUlaunchAttribute, 72 bytes: id, padding, a union of 64 bytes
+ATTRIBUTE = np.dtype([("id", "<u4"), ("pad", "<u4"), ("value", "<u4", 16)])
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+Int64 = npt.NDArray[np.int64]
+SCRATCH_POINTERS = 2  # global and profile scratch follow a kernel's own arguments since Triton 3.5
+_WARP = 32
+_INTEGERS = frozenset({"i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64"})
+
+
+def slot_value(type: str, value: int | float) -> int:
+    """The 8 bytes of a parameter's slot as an integer; the kernel reads as many of the low ones as its type has.
+
+    Raises ``UnsupportedLaunch`` for a type that is none of pointers, integers and floats.
+    """
+    if type.startswith("*") or type in _INTEGERS:
+        bits = int(value) & (1 << 64) - 1
+        return bits - (1 << 64) if bits >> 63 else bits
+    match type:
+        case "fp32":
+            return int(struct.unpack("<I", struct.pack("<f", value))[0])
+        case "fp64":
+            return int(struct.unpack("<q", struct.pack("<d", value))[0])
+        case "fp16":
+            return int(struct.unpack("<H", struct.pack("<e", value))[0])
+        case "bf16":  # truncated, as Triton's launcher does
+            return int(struct.unpack("<I", struct.pack("<f", value))[0]) >> 16
+    raise UnsupportedLaunch(
+        f"the launcher passes no argument of type {type!r}; write the kernel with pointers"
+    )
+
+
+def check_kernel(kernel: Kernel) -> None:
+    """Raise ``UnsupportedLaunch`` for a kernel that needs what the launcher does not provide."""
+    if kernel.scratch:
+        raise UnsupportedLaunch(
+            f"kernel {kernel.template} needs {kernel.scratch:,} bytes of scratch memory for each program, which the launcher "
+            "does not provide. Build the artifact again with this version."
+        )
+    for type in kernel.types:
+        if not type.startswith("*"):
+            try:
+                slot_value(type, 0)
+            except UnsupportedLaunch as error:
+                raise UnsupportedLaunch(f"kernel {kernel.template}: {error}") from error
+
+
+class PackedPlan:
+    """A plan bound to addresses, ready to run or to be captured.
+
+    ``functions`` are driver handles by kernel (0 for library calls).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        kernels: Sequence[Kernel],
+        functions: Sequence[int],
+        addresses: Addresses,
+        launch: LaunchFunction,
+        stream: int,
+        tensor: TensorMaker,
+        folder: Path,
+    ) -> None:
+        self.plan, self.kernels = plan, kernels
+        self._launch, self._stream, self._tensor, self._folder = launch, stream, tensor, folder
+        count = len(plan.launches)
+        # One slot of 8 bytes for each argument, and its address: what kernelParams of a launch is a part of.
+        self._values = np.zeros(max(1, sum(len(x.args) + SCRATCH_POINTERS for x in plan.launches)), np.int64)
+        self._params = self._values.ctypes.data + 8 * np.arange(len(self._values), dtype=np.uint64)
+        self._configs = np.zeros(max(1, count), CONFIG)
+        self._attribute = np.zeros(1, ATTRIBUTE)
+        self._attribute["id"], self._attribute["value"][0, 0] = PROGRAMMATIC_STREAM_SERIALIZATION, 1
+        self._extents: dict[Extent, int] = {}
+        self._slots: list[tuple[int, int]] = []  # (slot, extent)
+        self._grids: list[tuple[int, int]] = []  # (word of the configurations, extent)
+        self._starts: list[int] = []
+        self._functions: list[int] = []
+        at = 0
+        for index, x in enumerate(plan.launches):
+            self._pack(index, at, x, kernels[x.kernel], functions[x.kernel], addresses)
+            at += len(x.args) + SCRATCH_POINTERS
+        self._slot_at, self._slot_of = _columns(self._slots)
+        self._grid_at, self._grid_of = _columns(self._grids)
+        b = plan.bucket
+        self.size({"T": b.tokens, "S": b.sequences, "R": b.rows})
+
+    def _pack(
+        self, index: int, at: int, x: Launch, kernel: Kernel, function: int, addresses: Addresses
+    ) -> None:
+        if len(x.args) != len(kernel.types):
+            raise ArtifactError(
+                f"kernel {kernel.template} takes {len(kernel.types)} arguments, its launch gives {len(x.args)} ({x.node}). "
+                "Build the artifact again."
+            )
+        for slot, (type, arg) in enumerate(zip(kernel.types, x.args, strict=True), at):
+            if isinstance(arg, Pointer):
+                self._values[slot] = addresses.of(arg)
+            elif isinstance(arg, Extent):
+                self._slots.append((slot, self._extents.setdefault(arg, len(self._extents))))
+            else:
+                self._values[slot] = slot_value(type, arg)
+        config = self._configs[index]
+        words = CONFIG.itemsize // 4
+        for axis, extent in enumerate(x.grid):
+            if isinstance(extent, Extent):
+                self._grids.append(
+                    (index * words + axis, self._extents.setdefault(extent, len(self._extents)))
+                )
+            else:
+                config["grid"][axis] = extent
+        config["block"] = (_WARP * kernel.num_warps, 1, 1)
+        config["shared"], config["stream"] = kernel.shared, self._stream
+        if kernel.pdl:
+            config["attributes"], config["count"] = self._attribute.ctypes.data, 1
+        self._starts.append(at)
+        self._functions.append(function)
+
+    def size(self, dims: Mapping[str, int]) -> None:
+        """Make the plan run at these sizes (T, S, R), within its bucket's."""
+        self.dims = dict(dims)
+        sizes = np.array([e.value(dims) for e in self._extents], np.int64)
+        self._values[self._slot_at] = sizes[self._slot_of]
+        self._configs.view(np.uint32)[self._grid_at] = sizes[self._grid_of]
+        empty = (self._configs["grid"][: len(self._starts)] == 0).any(axis=1).tolist()
+        config, pointers = self._configs.ctypes.data, self._params.ctypes.data
+        self._calls: list[Callable[[], int | None]] = []
+        self._sources: list[Launch] = []
+        for index, x in enumerate(self.plan.launches):
+            if empty[index]:
+                continue
+            start = self._starts[index]
+            if self.kernels[x.kernel].template.startswith("library:"):
+                self._calls.append(self._library(x, start))
+            else:
+                place, params = config + index * CONFIG.itemsize, pointers + 8 * start
+                self._calls.append(partial(self._launch, place, self._functions[index], params, 0))
+            self._sources.append(x)
+
+    def _library(self, x: Launch, start: int) -> Callable[[], None]:
+        kernel = self.kernels[x.kernel]
+        values = tuple(
+            a if isinstance(a, float) else int(self._values[start + i]) for i, a in enumerate(x.args)
+        )
+        maker = find_maker(kernel.template.partition(":")[2])
+        return maker(LibraryCall(kernel, values, self.dims, self._tensor, self._folder, self._stream))
+
+    @property
+    def nodes(self) -> int:
+        """Launches that a step makes, which is about the nodes of its graph."""
+        return len(self._calls)
+
+    def run(self) -> None:
+        """Give all launches to the stream. Raises ``KernelFault`` for one that the driver does not take."""
+        index = 0
+        try:
+            for index, call in enumerate(self._calls):
+                if status := call():
+                    raise self.fault(index, f"the driver does not launch it (CUresult {status})")
+        except RuntimeError as error:  # a library's
+            raise self.fault(index, str(error)) from error
+
+    def run_checked(self, wait: Callable[[], None]) -> None:
+        """Run, waiting after every launch, so that a kernel that fails is named. For first runs and debugging."""
+        for index, call in enumerate(self._calls):
+            try:
+                status = call()
+                if not status:
+                    wait()
+            except (CudaError, RuntimeError) as error:
+                raise self.fault(index, str(error)) from error
+            if status:
+                raise self.fault(index, f"the driver does not launch it (CUresult {status})")
+
+    def fault(self, index: int, reason: str) -> KernelFault:
+        """The error for launch ``index``, with the IR node and the module it came from."""
+        x = self._sources[index]
+        return KernelFault(
+            f"kernel {self.kernels[x.kernel].template} of {x.node or 'an unnamed node'} failed in the bucket of "
+            f"{self.plan.bucket.tokens} tokens: {reason}"
+        )
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[Int64, Int64]:
+    table = np.array(pairs, np.int64).reshape(-1, 2)
+    return np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])

@@ -1,0 +1,180 @@
+"""A language model of four kernels, small enough for the interpreter: the next token is the sum of its context modulo 16.
+
+It reads and writes paged state, resolves tokens that only the device knows, and ties its head to its embedding.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from compilerllm.artifact import read_manifest, write_manifest
+from compilerllm.ir.step import Bucket, SampleRows, StepInputs
+from compilerllm.kernels.launch.gpu.program import Extent, Kernel, Launch, Plan, Pointer, Program
+from compilerllm.kernels.triton.source import generated
+
+VOCAB = 16
+BLOCK = 32
+TEXT = '''
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def write(token_ids, last_token, query_start, seq_lens, table, state, meta, S):
+    """state[block, 0, 0, offset, 0] = the token, for each real one."""
+    t = tl.program_id(0)
+    if t < tl.load(meta):
+        token = tl.load(token_ids + t)
+        if token < 0:
+            token = tl.load(last_token - 1 - token)
+        s = 0
+        while tl.load(query_start + s + 1) <= t:
+            s += 1
+        end = tl.load(query_start + s + 1)
+        position = tl.load(seq_lens + s) - end + t
+        block = tl.load(table + s * tl.load(meta + 3) + position // 32)
+        tl.store(state + block * 64 + position % 32, token.to(tl.float32))
+
+
+@triton.jit
+def read(query_start, seq_lens, table, state, meta, embedding, out, S, V: tl.constexpr):
+    """out[t] = embedding[(sum of the context up to t) % V]."""
+    t = tl.program_id(0)
+    d = tl.arange(0, V)
+    if t < tl.load(meta):
+        s = 0
+        while tl.load(query_start + s + 1) <= t:
+            s += 1
+        end = tl.load(query_start + s + 1)
+        position = tl.load(seq_lens + s) - end + t
+        total = 0.0
+        for i in range(0, position + 1):
+            block = tl.load(table + s * tl.load(meta + 3) + i // 32)
+            total += tl.load(state + block * 64 + i % 32)
+        row = total.to(tl.int32) % V
+        tl.store(out + t * V + d, tl.load(embedding + row * V + d))
+
+
+@triton.jit
+def gather(rows, x, out, scale, V: tl.constexpr):
+    r = tl.program_id(0)
+    d = tl.arange(0, V)
+    tl.store(out + r * V + d, tl.load(x + tl.load(rows + r) * V + d) * scale)
+'''
+STATE = {"name": "kv", "kind": "paged_kv", "dtype": "f32", "heads": 1, "dim": 1, "group": 0}
+
+
+def make_program(buckets: Sequence[Bucket]) -> Program:
+    """The program for these buckets; its kernels have no cubins."""
+    module = generated(TEXT)
+    i32, f32 = "*i32", "*fp32"
+    kernels = (
+        Kernel("write", "k0", f"{module}:write", (i32, i32, i32, i32, i32, f32, i32, "i32")),
+        Kernel(
+            "read",
+            "k1",
+            f"{module}:read",
+            (i32, i32, i32, f32, i32, f32, f32, "i32"),
+            constexprs=(("V", VOCAB),),
+        ),
+        Kernel("gather", "k2", f"{module}:gather", (i32, f32, f32, "fp32"), constexprs=(("V", VOCAB),)),
+        Kernel("", "", "library:matmul", (f32, f32, f32, "i32"), constexprs=(("k", VOCAB), ("n", VOCAB))),
+    )
+    plans = []
+    for b in buckets:
+        x, rows = Pointer("arena"), Pointer("arena", "", b.tokens * VOCAB * 4)
+        step = {
+            n: Pointer("step", n) for n in ("token_ids", "query_start", "seq_lens", "sample_rows", "meta")
+        }
+        table, state = Pointer("step", "table_0"), Pointer("state", "kv")
+        tokens = (Extent("T"), 1, 1)
+        plans.append(
+            Plan(b, (b.tokens + b.rows) * VOCAB * 4, (
+                Launch(0, tokens, (step["token_ids"], Pointer("table", "last_token"), step["query_start"], step["seq_lens"],
+                                   table, state, step["meta"], Extent("S")), "%0 = kv_write  [model.layers.0]"),
+                Launch(1, tokens, (step["query_start"], step["seq_lens"], table, state, step["meta"],
+                                   Pointer("param", "embed.weight"), x, Extent("S")), "%1 = paged_attention  [model.layers.0]"),
+                Launch(2, (Extent("R"), 1, 1), (step["sample_rows"], x, rows, 1.0), "%2 = gather_rows"),
+                Launch(3, (1, 1, 1), (rows, Pointer("param", "lm_head.weight"), Pointer("logits", "0"), Extent("R")),
+                       "%3 = linear  [lm_head]"),
+            ))
+        )  # fmt: skip
+    return Program(kernels, tuple(plans))
+
+
+def parameters() -> list[dict[str, Any]]:
+    """Of the manifest: the head is the embedding again."""
+    recipe = 'read("embed.weight")'
+    return [
+        {"name": name, "dtype": "f32", "shape": [VOCAB, VOCAB], "recipe": recipe}
+        for name in ("embed.weight", "lm_head.weight")
+    ]
+
+
+class IdentitySource:
+    """The checkpoint: an identity matrix."""
+
+    def names(self) -> list[str]:
+        return ["embed.weight"]
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return "f32", (VOCAB, VOCAB)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return torch.eye(VOCAB)[start:stop]
+
+
+def write_artifact(folder: Path, buckets: Sequence[Bucket], max_model_len: int = 128) -> dict[str, Any]:
+    """An artifact of the program; gives its manifest as it is read back."""
+    (folder / "program.json").write_text(json.dumps(make_program(buckets).to_json()))
+    write_manifest(
+        folder,
+        {
+            "facts": {}, "vocab_size": VOCAB, "max_model_len": max_model_len, "capability": 90, "target": "sm_90", "level": 2,
+            "program": "program.json", "parameters": parameters(), "states": [STATE],
+            "groups": [{"name": "full", "index": 0, "addressing": "paged", "window": None}],
+        },
+    )  # fmt: skip
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return manifest
+
+
+def step_of(
+    sequences: Sequence[tuple[int, Sequence[int], int, Sequence[int]]], sample: bool = True
+) -> StepInputs:
+    """One step of sequences (slot, tokens of this step, first position, blocks); each one's last row is sampled."""
+    i32 = np.int32
+    starts = np.cumsum([0, *(len(tokens) for _, tokens, _, _ in sequences)]).astype(i32)
+    width = max(len(blocks) for *_, blocks in sequences)
+    tables = np.full((1, len(sequences), width), -1, i32)
+    for row, (*_, blocks) in enumerate(sequences):
+        tables[0, row, : len(blocks)] = blocks
+    return StepInputs(
+        token_ids=np.concatenate([np.array(tokens, i32) for _, tokens, _, _ in sequences]),
+        positions=np.concatenate([np.arange(p, p + len(t), dtype=i32) for _, t, p, _ in sequences]),
+        query_start=starts,
+        seq_lens=np.array([p + len(t) for _, t, p, _ in sequences], i32),
+        block_tables=tables,
+        slots=np.array([slot for slot, *_ in sequences], i32),
+        sample_rows=(starts[1:] - 1).astype(i32) if sample else np.empty(0, i32),
+        adapter_id=np.zeros(int(starts[-1]), i32),
+    )
+
+
+def greedy(slots: Sequence[int]) -> SampleRows:
+    """Greedy rows of these slots."""
+    count = len(slots)
+    return SampleRows(
+        slots=np.array(slots, np.int32),
+        bias_start=np.zeros(count + 1, np.int32),
+        bias_token=np.empty(0, np.int32),
+        bias_value=np.empty(0, np.float32),
+        num_logprobs=0,
+        penalties=False,
+        random=False,
+    )
