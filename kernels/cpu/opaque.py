@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compilerllm.ir.graph import Attr, Graph, Node, Value
+from compilerllm.ir.graph import Attr, Graph, Module, Node, Value
 from compilerllm.ir.recipe import Relayout
 from compilerllm.ir.types import StateType, StepType
 from compilerllm.kernels.errors import UnsupportedByTarget
@@ -37,13 +37,8 @@ def is_opaque(body: Graph) -> bool:
 
 def emit_opaque(e: "FunctionEmitter", node: Node) -> None:
     """An ``aten`` node, or a group of them, as one host call."""
-    if node.op == "aten":
-        steps, names = _steps((node,), {v: f"%{i}" for i, v in enumerate(node.operands)})
-        results = tuple(names[v] for v in node.outputs)
-    else:
-        body = e.module.functions[node.fn]
-        steps, names = _steps(body.nodes, {v: f"%{i}" for i, v in enumerate(body.inputs)})
-        results = tuple(names[v] for v in body.outputs)
+    call = host_call(e.module, node, f"@{e.graph.name} {node.origin.path}".strip())
+    steps = call.steps
     packed = {
         p.value for p in e.graph.params if p.value.tensor.is_quantized or isinstance(p.recipe, Relayout)
     }
@@ -56,8 +51,7 @@ def emit_opaque(e: "FunctionEmitter", node: Node) -> None:
                 "compile with --optimization-level 0, or a quantised checkpoint with --weights dense"
             )
     pointers = [e.dense(v).pointer for v in node.operands] + [e.ref(v).pointer for v in node.outputs]
-    where = f"@{e.graph.name} {node.origin.path}".strip()
-    e.program.host_calls.append(HostCall(steps, _types(node.operands), _types(node.outputs), results, where))
+    e.program.host_calls.append(call)
     number = len(e.program.host_calls) - 1
     e.line(
         f"if (team.rank == 0) {{ const void* a[] = {{{', '.join(pointers) or 'nullptr'}}}; c.host({number}, a); }}"
@@ -66,7 +60,20 @@ def emit_opaque(e: "FunctionEmitter", node: Node) -> None:
     e.note(node, "host")
 
 
-def _types(values: Sequence[Value]) -> Tensors:
+def host_call(module: Module, node: Node, where: str) -> HostCall:
+    """An ``aten`` node, or a group of opaque operators, for the host."""
+    if node.op == "aten":
+        steps, names = _steps((node,), {v: f"%{i}" for i, v in enumerate(node.operands)})
+        results = tuple(names[v] for v in node.outputs)
+    else:
+        body = module.functions[node.fn]
+        steps, names = _steps(body.nodes, {v: f"%{i}" for i, v in enumerate(body.inputs)})
+        results = tuple(names[v] for v in body.outputs)
+    return HostCall(steps, host_types(node.operands), host_types(node.outputs), results, where)
+
+
+def host_types(values: Sequence[Value]) -> Tensors:
+    """Dtypes and extents of operands or results, as text."""
     return tuple((v.dtype, tuple(str(d) for d in v.shape)) for v in values)
 
 

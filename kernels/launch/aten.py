@@ -81,11 +81,17 @@ class Steps:
         self.steps = [(find_operator(target), args, kwargs) for target, args, kwargs in steps]
         self.results = results
 
-    def __call__(self, operands: Sequence[Any], dims: Mapping[str, int]) -> list[Any]:
+    def __call__(
+        self, operands: Sequence[Any], dims: Mapping[str, int], device: torch.device | None = None
+    ) -> list[Any]:
+        """Run them. ``device``: where operators that make tensors of nothing make them (the CPU without it)."""
         done: list[Sequence[Any]] = []
         for operator, args, kwargs in self.steps:
             given = [decode(a, operands, done, dims) for a in args]
-            result = operator(*given, **{str(k): decode(v, operands, done, dims) for k, v in kwargs})
+            named = {str(k): decode(v, operands, done, dims) for k, v in kwargs}
+            if device is not None and any(a.name == "device" for a in operator._schema.arguments):
+                named["device"] = device
+            result = operator(*given, **named)
             done.append(result if isinstance(result, tuple | list) else (result,))
         return [decode(name, (), done) for name in self.results]
 
@@ -111,8 +117,12 @@ class HostProgram:
             tensor_at(address, dtype, tuple(evaluate(d, dims) for d in shape))
             for address, (dtype, shape) in zip(addresses, [*self.inputs, *self.outputs], strict=True)
         ]
+        self.run_on(tensors, dims)
+
+    def run_on(self, tensors: Sequence[torch.Tensor], dims: Mapping[str, int]) -> None:
+        """The same on tensors of any one device, operands first, then results."""
         operands, targets = tensors[: len(self.inputs)], tensors[len(self.inputs) :]
-        for target, result in zip(targets, self.compute(operands, dims), strict=True):
+        for target, result in zip(targets, self.compute(operands, dims, tensors[0].device), strict=True):
             if result.shape != target.shape or result.dtype != target.dtype:
                 raise ArtifactError(
                     f"an opaque operator gave {result.dtype} {list(result.shape)}, where the program expects "
@@ -120,14 +130,16 @@ class HostProgram:
                 )
             target.copy_(result)
 
-    def compute(self, operands: Sequence[torch.Tensor], dims: Mapping[str, int]) -> Sequence[torch.Tensor]:
+    def compute(
+        self, operands: Sequence[torch.Tensor], dims: Mapping[str, int], device: torch.device | None = None
+    ) -> Sequence[torch.Tensor]:
         """The results for these operands."""
         # Compiled code may assume that an extent is not zero: the sampled rows of a prefill's chunk can be none.
         if self.package is not None and all(t.numel() for t in operands):
             results: Sequence[torch.Tensor] = self.package.run(list(operands))
             return results
         with torch.no_grad():
-            return self.steps(operands, dims)
+            return self.steps(operands, dims, device)
 
 
 def load_package(path: Path) -> Any:

@@ -16,7 +16,7 @@ from compilerllm.ir.dims import Dim, dim, substitute
 from compilerllm.ir.graph import Graph, Module, Node, Value
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import print_node
-from compilerllm.ir.types import StateType
+from compilerllm.ir.types import StateType, StepType
 from compilerllm.kernels.cpu.refs import VIEW_OPS, Ref, dense_strides, merge_axes, view
 from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.kernels.launch.gpu.program import Extent, Pointer
@@ -138,6 +138,7 @@ class BucketEmitter:
         self.pdl = target.pdl and level >= 2
         self.out = Emitted(bucket)
         self.uses = self.graph.uses()
+        self._producers = self.graph.producers()
         self._bounds: dict[str, Dim] = {"T": bucket.tokens, "S": bucket.sequences, "R": bucket.rows}
         self._refs: dict[Value, Ref] = {}
         self._bases: dict[str, Pointer] = {}
@@ -150,6 +151,15 @@ class BucketEmitter:
     def node(self) -> Node:
         """The node being emitted."""
         return self.graph.nodes[self._node]
+
+    @property
+    def is_step(self) -> bool:
+        """Whether main takes a step (a language model), not tensors alone."""
+        return any(isinstance(v.type, StepType) for v in self.graph.inputs)
+
+    def producer(self, value: Value) -> Node | None:
+        """The node that makes a value; None for inputs and parameters."""
+        return self._producers.get(value)
 
     # -- where values are -----------------------------------------------------------------------------------------
 
@@ -172,6 +182,11 @@ class BucketEmitter:
             pointer = Pointer("arena", value.name)
         self._bases[value.name] = pointer
         return Ref(value.name, value.dtype, value.shape, dense_strides(value.shape), value)
+
+    def bind(self, value: Value, pointer: Pointer) -> None:
+        """Say where a result already lies, dense: no memory is reserved for it."""
+        self._bases[value.name] = pointer
+        self._refs[value] = Ref(value.name, value.dtype, value.shape, dense_strides(value.shape), value)
 
     def pointer(self, value: Value) -> Pointer:
         """A tensor's first element in dense memory (copied there first if it is strided), or a state's cache."""
