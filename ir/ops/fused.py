@@ -1,5 +1,7 @@
 """Forms that fusion passes make: each does exactly what the ops it replaces did, roundings included."""
 
+from compilerllm.ir.dims import Dim, product
+from compilerllm.ir.graph import Node
 from compilerllm.ir.op import OpCall, Reduction, define
 from compilerllm.ir.ops.model import ACTIVATIONS, check_linear, check_norm, linear_flops
 from compilerllm.ir.ops.serving import state, step
@@ -98,4 +100,56 @@ define(
     "split qkv, norm and rotate q and k, store k and v, give q", _qkv_rope_write,
     attrs="heads, style?, half_width?, f32?, eps?, offset?, round_first?", flops=lambda n: 8 * n.operand(1).tensor.numel,
     reduction=Reduction.ROW, writes_state=True,
+)  # fmt: skip
+
+
+def _route(call: OpCall) -> tuple[TensorType, ...]:
+    logits, k = call["logits"], call.integer("k")
+    call.require(k >= 1, f"k must be at least 1, but is {k}")
+    call.require(
+        call.text("softmax") in ("before", "after"),
+        f"softmax is before or after, not {call.text('softmax')!r}",
+    )
+    shape = (*logits.shape[:-1], k)
+    return TensorType(call.text("dtype"), shape), TensorType("i64", shape)
+
+
+# softmax before: of all logits in f32, then the k largest, with normalise divided by their sum. After: of the k largest
+# logits, in the logits' dtype. The weights are then rounded to dtype.
+define(
+    "route(logits)", "weights and indices of the k experts of each row, best first", _route,
+    attrs="k, softmax, dtype, normalise?", flops=lambda n: 4 * n.operand(0).tensor.numel, reduction=Reduction.ROW,
+)  # fmt: skip
+
+
+def _norm_linear(call: OpCall) -> tuple[TensorType, ...]:
+    x, residual = call["x"], call["residual"]
+    call.require(x == residual, f"x {x} and residual {residual} differ")
+    norm = call["norm_weight"]
+    call.require(norm.shape == (x.shape[-1],), f"norm_weight must be [{x.shape[-1]}], but is {norm}")
+    result = check_linear(call, x, call["weight"], call.optional("bias"))
+    return result.with_dtype(call.text("out_dtype", result.dtype)), x
+
+
+def _norm_linear_gated(call: OpCall) -> tuple[TensorType, ...]:
+    _norm_linear(call)
+    return *_linear_gated(call), call["x"]
+
+
+def _norm_linear_flops(node: Node) -> Dim:
+    """The linear's, the sum's and the norm's."""
+    x, weight = node.operand(0), node.operand(3)
+    return 2 * product(x.shape[:-1]) * weight.shape[0] * weight.shape[1] + 5 * x.tensor.numel
+
+
+# What add_rms_norm gives goes to one linear alone; both norm and sum are rounded to x's dtype as before.
+define(
+    "norm_linear(x, residual, norm_weight, weight, bias?)", "sum = x + residual; gives linear(rms_norm(sum)) and sum",
+    _norm_linear, attrs="eps, offset?, round_first?, out_dtype?", flops=_norm_linear_flops,
+    reduction=Reduction.CONTRACTION,
+)  # fmt: skip
+define(
+    "norm_linear_gated(x, residual, norm_weight, weight, bias?)",
+    "sum = x + residual; gives linear_gated(rms_norm(sum)) and sum", _norm_linear_gated,
+    attrs="act, eps, offset?, round_first?", flops=_norm_linear_flops, reduction=Reduction.CONTRACTION,
 )  # fmt: skip

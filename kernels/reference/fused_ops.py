@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.reference.model_ops import (
     activate,
     gate_times_up,
@@ -9,6 +10,7 @@ from compilerllm.kernels.reference.model_ops import (
     linear,
     rms_norm,
     rope,
+    topk,
 )
 from compilerllm.kernels.reference.registry import reference
 from compilerllm.kernels.reference.serving_ops import kv_write
@@ -95,3 +97,34 @@ def qkv_rope_write(
         k = rope(k, cos, sin, style=style, head_axis=-2, half_width=half_width, f32=f32)
     kv_write(state, k, v, step)
     return q.contiguous()
+
+
+@reference("route")
+def route(
+    logits: Tensor, *, k: int, softmax: str, dtype: str, normalise: bool = False
+) -> tuple[Tensor, Tensor]:
+    if softmax == "after":
+        values, ids = topk(logits, k=k)
+        return values.softmax(-1).to(TORCH_DTYPES[dtype]), ids
+    values, ids = topk(logits.float().softmax(-1), k=k)
+    if normalise:
+        values = values / values.sum(-1, keepdim=True)
+    return values.to(TORCH_DTYPES[dtype]), ids
+
+
+@reference("norm_linear")
+def norm_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
+    offset: float = 0.0, round_first: bool = False, out_dtype: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    normed, total = add_rms_norm(x, residual, norm_weight, eps=eps, offset=offset, round_first=round_first)
+    return linear(normed, weight, bias, out_dtype=out_dtype), total
+
+
+@reference("norm_linear_gated")
+def norm_linear_gated(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None = None, *, act: str,
+    eps: float, offset: float = 0.0, round_first: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    normed, total = add_rms_norm(x, residual, norm_weight, eps=eps, offset=offset, round_first=round_first)
+    return linear_gated(normed, weight, bias, act=act), total

@@ -148,6 +148,26 @@ def _model_samples() -> dict[str, list[str]]:
         decls=f"{weights}\nparam %gb : f32[3, 12]\nparam %db : f32[3, 8]",
     )  # fmt: skip
     add("topk", "%x: f32[T, 8]", "%v, %i = topk(%x, k=3) : f32[T, 3], i64[T, 3]", "%v, %i")
+    for attrs in ('softmax="before", normalise=true, dtype="bf16"', 'softmax="after", dtype="bf16"'):
+        add("route", "%x: bf16[T, 8]", f"%w, %i = route(%x, k=3, {attrs}) : bf16[T, 3], i64[T, 3]", "%w, %i")
+    normed = "%x: f32[T, 32], %r: f32[T, 32], %n: f32[32], %w: f32[8, 32], %b: f32[8]"
+    for args, attrs in (
+        ("%w", "eps=1e-6"),
+        ("%w, %b", 'eps=1e-6, offset=1.0, round_first=true, out_dtype="f64"'),
+    ):
+        out = "f64" if "f64" in attrs else "f32"
+        add(
+            "norm_linear",
+            normed,
+            f"%y, %s = norm_linear(%x, %r, %n, {args}, {attrs}) : {out}[T, 8], f32[T, 32]",
+            "%y, %s",
+        )
+    add(
+        "norm_linear_gated",
+        normed,
+        '%y, %s = norm_linear_gated(%x, %r, %n, %w, act="silu", eps=1e-6) : f32[T, 4], f32[T, 32]',
+        "%y, %s",
+    )
     mlp = "%x: f32[T, 32], %w: f32[8, 32]"
     add("linear_gated", mlp, '%y = linear_gated(%x, %w, act="silu") : f32[T, 4]')
     add("linear_act", mlp, '%y = linear_act(%x, %w, act="gelu") : f32[T, 8]')

@@ -19,6 +19,8 @@ from compilerllm.ir.types import StepType, TensorType
 from compilerllm.ir.verify import verify
 from compilerllm.kernels.reference.interpreter import Interpreter
 from compilerllm.passes.add_adapters import AdapterOptions, add_adapters
+from compilerllm.passes.fuse_norm_linear import fuse_norm_linear
+from compilerllm.passes.fuse_route import fuse_route
 from compilerllm.passes.gather_early import gather_early
 from compilerllm.passes.inline_calls import inline_calls
 from compilerllm.passes.pipeline import Options, find_pass, pass_names
@@ -48,8 +50,12 @@ RUNS: dict[str, Run] = {
     "add_adapters": _with_report(
         lambda m, r: add_adapters(m, AdapterOptions(("q_proj",), 3, 2), r), "add_adapters"
     ),
+    "fuse_norm_linear": _with_report(
+        lambda m, r: m.with_functions(fuse_norm_linear(m.main, r)), "fuse_norm_linear"
+    ),
     "gather_early": _with_report(lambda m, r: m.with_functions(gather_early(m.main, r)), "gather_early"),
     "inline_calls": _with_report(inline_calls, "inline_calls"),
+    "fuse_route": _with_report(fuse_route, "fuse_route"),
     "specialize": _with_report(lambda m, r: specialize(m, Bucket(1, 1, 4, 1)), "specialize"),
 }
 # What these change is more than how a function computes the same numbers from the same inputs.

@@ -1,0 +1,294 @@
+"""Routing and experts as launches. Which of two ways experts run is a choice by bucket: ``gemv`` reads ids directly and
+has no more launches than two products; ``grouped`` puts slots in blocks by expert first, so that weights are read once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+
+from compilerllm.ir.dims import Dim
+from compilerllm.ir.graph import Node, Value
+from compilerllm.ir.types import StepType
+from compilerllm.kernels.errors import UnsupportedByTarget
+from compilerllm.kernels.launch.gpu.program import META
+from compilerllm.kernels.triton.emitter import ITEM_BYTES, Arg, BucketEmitter, Typed, emitter
+
+Candidate = dict[str, Any]
+WIDEST_ROW = 16384  # columns that one program of topk holds in registers
+GEMV_SLOTS = 128  # above, weights read once for each slot can only be slower than blocks
+ALIGNED_AT_ONCE = 4096  # slots that every program of ``align`` reads
+CHUNK = 512  # slots of a program of ``count_chunks`` and ``place_chunks``
+_COUNTED = {"T": "tokens", "S": "sequences", "R": "rows"}
+
+
+def power_of_two(count: int) -> int:
+    """The smallest that is not below ``count``."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _row_warps(columns: int) -> int:
+    return min(16, max(1, power_of_two(columns) // 512))
+
+
+def _check_row(node: Node, x: Value, columns: int) -> None:
+    if x.dtype not in ("f32", "bf16", "f16") or columns > WIDEST_ROW:
+        raise UnsupportedByTarget(
+            f"{node!r}: the largest of rows of {columns} {x.dtype} cannot be found by one program "
+            f"(f32, bf16 or f16, at most {WIDEST_ROW}); compile with --optimization-level 0 to run it through torch"
+        )
+
+
+@emitter("topk")
+def emit_topk(e: BucketEmitter, node: Node) -> None:
+    """One program a row."""
+    x, k = node.operand(0), node.integer("k")
+    values, indices = node.outputs
+    rows = e.rows(x, len(x.shape) - 1)
+    _check_row(node, x, rows.columns)
+    width = power_of_two(rows.columns)
+    e.launch(
+        node, "route:topk", (e.extent(rows.count), 1, 1),
+        {"x": rows.arg, "values": e.arg(values), "indices": e.arg(indices), "rows": e.extent(rows.count)},
+        {"STRIDE": rows.stride, "N": rows.columns, "N2": width, "TOP": k, "TOP2": power_of_two(k), "ROWS": 1},
+        num_warps=_row_warps(width),
+    )  # fmt: skip
+
+
+@emitter("route")
+def emit_route(e: BucketEmitter, node: Node) -> None:
+    """One program a row."""
+    logits, k = node.operand(0), node.integer("k")
+    weights, ids = node.outputs
+    rows = e.rows(logits, len(logits.shape) - 1)
+    _check_row(node, logits, rows.columns)
+    width = power_of_two(rows.columns)
+    e.launch(
+        node, "route:route", (e.extent(rows.count), 1, 1),
+        {"logits": rows.arg, "weights": e.arg(weights), "ids": e.arg(ids), "rows": e.extent(rows.count)},
+        {
+            "STRIDE": rows.stride, "N": rows.columns, "N2": width, "TOP": k, "TOP2": power_of_two(k),
+            "BEFORE": node.text("softmax") == "before", "NORMALISE": bool(node.attrs.get("normalise")), "ROWS": 1,
+        },
+        num_warps=_row_warps(width),
+    )  # fmt: skip
+
+
+class Experts:
+    """One experts node: its sizes at the bucket's bounds, and the arguments that its kernels share."""
+
+    def __init__(self, e: BucketEmitter, node: Node) -> None:
+        self.e, self.node = e, node
+        x, ids, weights, gate_up, down = (node.operand(i) for i in range(5))
+        self._check(x, gate_up, down)
+        self.x = e.rows(x, 1)
+        self.ids, self.weights, self.gate_up, self.down = (
+            e.arg(ids),
+            e.arg(weights),
+            e.arg(gate_up),
+            e.arg(down),
+        )
+        self.out = e.arg(node.output)
+        gate_up_bias, down_bias = node.input(5), node.input(6)
+        self.gate_up_bias = None if gate_up_bias is None else e.arg(gate_up_bias)
+        self.down_bias = None if down_bias is None else e.arg(down_bias)
+        self.dtype, self.item = x.dtype, ITEM_BYTES[x.dtype]
+        self.tokens, self.top = e.bound(ids.shape[0]), int(ids.shape[1])
+        self.count = int(gate_up.shape[0])
+        self.hidden, self.width = int(down.shape[1]), int(down.shape[2])
+        self.slots = self.tokens * self.top
+        self.rows = e.extent(ids.shape[0])
+        self.meta, self.entry = self._live(ids.shape[0])
+
+    def _check(self, x: Value, gate_up: Value, down: Value) -> None:
+        if x.dtype not in ("f32", "bf16", "f16") or gate_up.dtype != x.dtype or down.dtype != x.dtype:
+            raise UnsupportedByTarget(
+                f"{self.node!r}: experts of {gate_up.dtype} for {x.dtype} activations have no CUDA kernel (from "
+                f"{self.node.origin.path or 'the graph'}); load the checkpoint in {x.dtype}"
+            )
+
+    def _live(self, rows: Dim) -> tuple[Typed, int]:
+        """Where a kernel finds the number of real rows: the step's meta and its entry; any pointer and -1 if all are."""
+        takes_step = any(isinstance(v.type, StepType) for v in self.e.graph.inputs)
+        if not takes_step or isinstance(rows, int):
+            return self.ids, -1
+        if not isinstance(rows, sympy.Symbol):
+            raise UnsupportedByTarget(f"{self.node!r}: {rows} rows are no count that a step tells")
+        return self.e.step_arg("meta"), META.index(_COUNTED[str(rows.name)])
+
+    def problem(self) -> dict[str, int | str]:
+        """What decides the speed."""
+        return {
+            "M": self.tokens, "E": self.count, "k": self.top, "H": self.hidden, "F": self.width,
+            "dtype": self.dtype,
+        }  # fmt: skip
+
+    def blocks(self, bm: int) -> int:
+        """Blocks of ``bm`` slots at most."""
+        return max(1, min(self.slots, self.slots // bm + min(self.count, self.slots)))
+
+    # -- launches --------------------------------------------------------------------------------------------------
+
+    def _gate_up_constants(self) -> dict[str, Any]:
+        node, split = self.node, not self.node.attrs.get("interleaved")
+        return {
+            "STRIDE": self.x.stride, "K": self.hidden, "F": self.width, "TOP": self.top, "STEP": 1 if split else 2,
+            "UP": self.width if split else 1, "ACT": node.text("act"), "LIMIT": node.number("limit", 7.0),
+            "ALPHA": node.number("alpha", 1.702), "BIAS": self.gate_up_bias is not None,
+        }  # fmt: skip
+
+    def gemv(self, c: Candidate) -> None:
+        """Two products straight from the ids."""
+        h = self._memory(self.slots * self.width * self.item, self.dtype)
+        self.e.launch(
+            self.node, "experts:gate_up_gemv",
+            (self.e.extent(self.node.operand(1).shape[0], mul=self.top), -(-self.width // c["gu_bn"]), 1),
+            {"x": self.x.arg, "ids": self.ids, "weight": self.gate_up, "bias": self.gate_up_bias or self.gate_up, "h": h,
+             "meta": self.meta, "rows": self.rows},
+            self._gate_up_constants() | {"COUNT": self.entry, "BN": c["gu_bn"], "BK": c["gu_bk"]},
+            num_warps=c["gu_warps"],
+        )  # fmt: skip
+        self.e.launch(
+            self.node, "experts:down_gemv", (self.rows, -(-self.hidden // c["down_bn"]), 1),
+            {"h": h, "ids": self.ids, "weights": self.weights, "weight": self.down, "bias": self.down_bias or self.down,
+             "out": self.out, "meta": self.meta, "rows": self.rows},
+            {"H": self.hidden, "F": self.width, "TOP": self.top, "TOP2": power_of_two(self.top),
+             "BIAS": self.down_bias is not None, "COUNT": self.entry, "BN": c["down_bn"], "BK": c["down_bk"]},
+            num_warps=c["down_warps"],
+        )  # fmt: skip
+
+    def grouped(self, c: Candidate) -> None:
+        """Blocks by expert, two grouped products, and the sum over a token's experts."""
+        bm = int(c["bm"])
+        blocks = self.blocks(bm)
+        listed = {
+            "slots": self._memory(blocks * bm * 4, "i32"), "owners": self._memory(blocks * 4, "i32"),
+            "used": self._memory(4, "i32"),
+        }  # fmt: skip
+        self._align(listed, bm)
+        h = self._memory(self.slots * self.width * self.item, self.dtype)
+        self.e.launch(
+            self.node, "experts:grouped_gate_up", (-(-self.width // c["gu_bn"]), blocks, 1),
+            {"x": self.x.arg, "weight": self.gate_up, "bias": self.gate_up_bias or self.gate_up, "h": h, **listed},
+            self._gate_up_constants() | {"BM": bm, "BN": c["gu_bn"], "BK": c["gu_bk"]},
+            num_warps=c["gu_warps"], num_stages=c["gu_stages"],
+        )  # fmt: skip
+        y = self._memory(self.slots * self.hidden * self.item, self.dtype)
+        self.e.launch(
+            self.node, "experts:grouped_down", (-(-self.hidden // c["down_bn"]), blocks, 1),
+            {"h": h, "weights": self.weights, "weight": self.down, "bias": self.down_bias or self.down, "y": y, **listed},
+            {"H": self.hidden, "F": self.width, "BIAS": self.down_bias is not None, "BM": bm, "BN": c["down_bn"],
+             "BK": c["down_bk"]},
+            num_warps=c["down_warps"], num_stages=c["down_stages"],
+        )  # fmt: skip
+        width = min(2048, power_of_two(self.hidden))
+        self.e.launch(
+            self.node, "experts:combine", (self.rows, -(-self.hidden // width), 1),
+            {"y": y, "ids": self.ids, "out": self.out, "meta": self.meta, "rows": self.rows},
+            {"H": self.hidden, "TOP": self.top, "TOP2": power_of_two(self.top), "COUNT": self.entry, "BN": width},
+        )  # fmt: skip
+
+    def _align(self, listed: dict[str, Typed], bm: int) -> None:
+        shared: dict[str, Arg] = {"ids": self.ids, "meta": self.meta, "rows": self.rows}
+        constants = {"TOP": self.top, "E2": power_of_two(self.count), "COUNT": self.entry}
+        if self.slots <= ALIGNED_AT_ONCE:
+            self.e.launch(
+                self.node, "align:align", (self.count, 1, 1), {**shared, **listed},
+                constants | {"N2": power_of_two(self.slots), "BM": bm, "BLOCKS2": power_of_two(-(-self.slots // bm))},
+                num_warps=4 if self.slots <= 1024 else 8,
+            )  # fmt: skip
+            return
+        chunks = -(-self.slots // CHUNK)
+        counts = self._memory(chunks * power_of_two(self.count) * 4, "i32")
+        self.e.launch(
+            self.node,
+            "align:count_chunks",
+            (chunks, 1, 1),
+            {**shared, "counts": counts},
+            constants | {"CHUNK": CHUNK},
+        )
+        self.e.launch(
+            self.node, "align:place_chunks", (chunks, 1, 1), {**shared, **listed, "counts": counts, "chunks": chunks},
+            constants | {"BM": bm, "CHUNK": CHUNK, "STEP": 32, "PART": 32}, num_warps=8,
+        )  # fmt: skip
+
+    def _memory(self, nbytes: int, dtype: str) -> Typed:
+        return self.e.typed(self.e.scratch(nbytes), dtype)
+
+
+# gate_up columns, K at a time, warps; down columns, K at a time, warps
+_GEMV = ((2, 1024, 4, 2, 256, 4), (1, 2048, 4, 1, 256, 2), (2, 2048, 4, 4, 256, 8), (4, 1024, 8, 4, 256, 4),
+         (1, 1024, 2, 2, 256, 2), (4, 512, 4, 1, 256, 4))  # fmt: skip
+# block; gate_up columns, K at a time, warps, stages; the same of down
+_GROUPED = (
+    (16, 64, 64, 4, 5, 128, 64, 4, 5), (16, 64, 128, 4, 4, 128, 128, 4, 4), (16, 32, 128, 4, 4, 64, 128, 4, 4),
+    (16, 128, 64, 4, 4, 128, 64, 4, 4), (16, 32, 256, 4, 3, 64, 256, 4, 3),
+    (32, 64, 64, 4, 5, 128, 64, 4, 5), (32, 64, 128, 4, 4, 128, 128, 4, 4), (32, 128, 64, 8, 4, 128, 64, 4, 4),
+    (64, 64, 64, 4, 4, 128, 64, 4, 4), (64, 128, 64, 8, 4, 256, 64, 8, 4), (64, 32, 64, 4, 4, 64, 64, 4, 4),
+    (128, 128, 64, 8, 4, 256, 64, 8, 3), (128, 64, 64, 8, 4, 128, 64, 8, 4), (128, 128, 64, 8, 3, 128, 128, 8, 3),
+)  # fmt: skip
+
+
+def candidates(x: Experts, shared: int) -> list[Candidate]:
+    """Ways to run the node on a target with ``shared`` bytes of shared memory, likely best first."""
+    found: list[Candidate] = [_gemv(x, *g) for g in _GEMV] if x.slots <= GEMV_SLOTS else []
+    each = x.slots / x.count
+    wanted = 16 if each <= 8 else 32 if each <= 24 else 64 if each <= 96 else 128
+    blocks = sorted(_GROUPED, key=lambda g: abs(g[0].bit_length() - wanted.bit_length()))
+    # f32 has no tensor cores here (IEEE products): narrow tiles, which registers hold
+    grouped = [_grouped(x, *g) for g in (((16, 32, 32, 4, 3, 32, 32, 4, 3),) if x.item == 4 else blocks)]
+    fitting = [c for c in grouped if _shared_bytes(x, c) <= shared]
+    # a few slots of one expert each are best read directly; with many of them shared, blocks come first
+    return _distinct(found + fitting if x.slots <= 64 else fitting + found)
+
+
+def _gemv(
+    x: Experts, gu_bn: int, gu_bk: int, gu_warps: int, down_bn: int, down_bk: int, down_warps: int
+) -> Candidate:
+    return {
+        "path": "gemv", "gu_bn": min(gu_bn, power_of_two(x.width)), "gu_bk": min(gu_bk, power_of_two(x.hidden)),
+        "gu_warps": gu_warps, "down_bn": min(down_bn, power_of_two(x.hidden)),
+        "down_bk": min(down_bk, power_of_two(x.width)), "down_warps": down_warps,
+    }  # fmt: skip
+
+
+def _grouped(x: Experts, bm: int, *sizes: int) -> Candidate:
+    widths = (
+        x.width,
+        x.hidden,
+        0,
+        0,
+        x.hidden,
+        x.width,
+        0,
+        0,
+    )  # a tile need not be wider than what it covers
+    cut = [min(s, max(16, power_of_two(w))) if w else s for s, w in zip(sizes, widths, strict=True)]
+    names = [f"{part}_{what}" for part in ("gu", "down") for what in ("bn", "bk", "warps", "stages")]
+    return {"path": "grouped", "bm": bm, **dict(zip(names, cut, strict=True))}
+
+
+def _shared_bytes(x: Experts, c: Candidate) -> int:
+    """What Triton's pipeline of a grouped product takes at most: it keeps one stage in registers for small blocks."""
+
+    def of(bn: int, bk: int, stages: int) -> int:
+        return (int(c["bm"]) + bn) * bk * x.item * (stages if c["bm"] >= 64 else stages - 1)
+
+    return max(
+        of(2 * c["gu_bn"], c["gu_bk"], c["gu_stages"]), of(c["down_bn"], c["down_bk"], c["down_stages"])
+    )
+
+
+def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
+    return list({tuple(c.items()): c for c in found}.values())
+
+
+@emitter("experts")
+def emit_experts(e: BucketEmitter, node: Node) -> None:
+    """Matrix-vector products for few slots, blocks by expert for more."""
+    x = Experts(e, node)
+    chosen = e.choose(node, "experts", x.problem(), candidates(x, e.target.shared))
+    if chosen["path"] == "gemv":
+        x.gemv(chosen)
+    else:
+        x.grouped(chosen)
