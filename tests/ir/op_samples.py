@@ -155,19 +155,12 @@ def _model_samples() -> dict[str, list[str]]:
         ("%w", "eps=1e-6"),
         ("%w, %b", 'eps=1e-6, offset=1.0, round_first=true, out_dtype="f64"'),
     ):
-        out = "f64" if "f64" in attrs else "f32"
-        add(
-            "norm_linear",
-            normed,
-            f"%y, %s = norm_linear(%x, %r, %n, {args}, {attrs}) : {out}[T, 8], f32[T, 32]",
-            "%y, %s",
-        )
-    add(
-        "norm_linear_gated",
-        normed,
-        '%y, %s = norm_linear_gated(%x, %r, %n, %w, act="silu", eps=1e-6) : f32[T, 4], f32[T, 32]',
-        "%y, %s",
-    )
+        dtype = "f64" if "f64" in attrs else "f32"
+        line = f"%y, %s = norm_linear(%x, %r, %n, {args}, {attrs}) : {dtype}[T, 8], f32[T, 32]"
+        add("norm_linear", normed, line, "%y, %s")
+    for attrs in ("eps=1e-6", "eps=1e-6, offset=1.0, round_first=true"):
+        line = f'%y, %s = norm_linear_gated(%x, %r, %n, %w, act="silu", {attrs}) : f32[T, 4], f32[T, 32]'
+        add("norm_linear_gated", normed, line, "%y, %s")
     mlp = "%x: f32[T, 32], %w: f32[8, 32]"
     add("linear_gated", mlp, '%y = linear_gated(%x, %w, act="silu") : f32[T, 4]')
     add("linear_act", mlp, '%y = linear_act(%x, %w, act="gelu") : f32[T, 8]')

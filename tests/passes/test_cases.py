@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compilerllm.ir.graph import Module
+from compilerllm.ir.graph import Graph, Module
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import parse_module, print_module
 from compilerllm.ir.types import StepType, TensorType
@@ -44,15 +44,21 @@ def _with_report(run: Callable[[Module, PassReport], Module], name: str) -> Run:
     return wrapped
 
 
+def _on_main(run: Callable[[Graph, PassReport], Graph]) -> Callable[[Module, PassReport], Module]:
+    def wrapped(module: Module, report: PassReport) -> Module:
+        main = run(module.main, report)
+        return module if main is module.main else module.with_functions(main)
+
+    return wrapped
+
+
 # Passes that need more than the module.
 RUNS: dict[str, Run] = {
     "shard": _with_report(lambda m, r: shard(m, Mesh(1, 2), r), "shard"),
     "add_adapters": _with_report(
         lambda m, r: add_adapters(m, AdapterOptions(("q_proj",), 3, 2), r), "add_adapters"
     ),
-    "fuse_norm_linear": _with_report(
-        lambda m, r: m.with_functions(fuse_norm_linear(m.main, r)), "fuse_norm_linear"
-    ),
+    "fuse_norm_linear": _with_report(_on_main(fuse_norm_linear), "fuse_norm_linear"),
     "gather_early": _with_report(lambda m, r: m.with_functions(gather_early(m.main, r)), "gather_early"),
     "inline_calls": _with_report(inline_calls, "inline_calls"),
     "fuse_route": _with_report(fuse_route, "fuse_route"),

@@ -28,6 +28,18 @@ CASES = {
         _LINEAR + ", %r: bf16[T, 8]", "%y = linear_add(%x, %w, %r, %b) : bf16[T, 8]",
         "%l = linear(%x, %w, %b) : bf16[T, 8]\n%y = add(%l, %r) : bf16[T, 8]",
     ),
+    "norm_linear": (
+        _LINEAR + ", %r: bf16[T, 32], %n: bf16[32]",
+        "%y, %s = norm_linear(%x, %r, %n, %w, %b, eps=1e-05, round_first=true) : bf16[T, 8], bf16[T, 32]",
+        "%n1, %s = add_rms_norm(%x, %r, %n, eps=1e-05, round_first=true) : bf16[T, 32], bf16[T, 32]\n"
+        "%y = linear(%n1, %w, %b) : bf16[T, 8]",
+    ),
+    "norm_linear_gated": (
+        _LINEAR + ", %r: bf16[T, 32], %n: bf16[32]",
+        '%y, %s = norm_linear_gated(%x, %r, %n, %w, %b, act="silu", eps=1e-05, offset=1.0) : bf16[T, 4], bf16[T, 32]',
+        "%n1, %s = add_rms_norm(%x, %r, %n, eps=1e-05, offset=1.0) : bf16[T, 32], bf16[T, 32]\n"
+        '%y = linear_gated(%n1, %w, %b, act="silu") : bf16[T, 4]',
+    ),
     "add_layer_norm": (
         "%x: bf16[T, 8], %r: bf16[T, 8], %w: bf16[8]",
         "%y, %s = add_layer_norm(%x, %r, %w, eps=1e-05) : bf16[T, 8], bf16[T, 8]",
