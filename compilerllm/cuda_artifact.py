@@ -49,9 +49,10 @@ def prepare_bucket(module: Module, bucket: Bucket) -> Module:
 
 def flat_module(module: Module) -> Module:
     """The module as CUDA programs are emitted from: calls inlined, routing fused."""
+    from compilerllm.passes.fuse_route import fuse_route
     from compilerllm.passes.inline_calls import inline_calls
 
-    return inline_calls(module)
+    return fuse_route(inline_calls(module))
 
 
 def write_cuda(

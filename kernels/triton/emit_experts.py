@@ -108,9 +108,12 @@ class Experts:
             )
 
     def _live(self, rows: Dim) -> tuple[Typed, int]:
-        """Where a kernel finds the number of real rows: the step's meta and its entry; any pointer and -1 if all are."""
+        """Where a kernel finds the number of real rows: the step's meta and its entry; any pointer and -1 if all are.
+
+        A step has a token at least, so a bucket of one has no padding to look for.
+        """
         takes_step = any(isinstance(v.type, StepType) for v in self.e.graph.inputs)
-        if not takes_step or isinstance(rows, int):
+        if not takes_step or isinstance(rows, int) or self.tokens == 1:
             return self.ids, -1
         if not isinstance(rows, sympy.Symbol):
             raise UnsupportedByTarget(f"{self.node!r}: {rows} rows are no count that a step tells")
@@ -217,8 +220,8 @@ class Experts:
 
 
 # gate_up columns, K at a time, warps; down columns, K at a time, warps
-_GEMV = ((2, 1024, 4, 2, 256, 4), (1, 2048, 4, 1, 256, 2), (2, 2048, 4, 4, 256, 8), (4, 1024, 8, 4, 256, 4),
-         (1, 1024, 2, 2, 256, 2), (4, 512, 4, 1, 256, 4))  # fmt: skip
+_GEMV = ((2, 1024, 4, 1, 256, 1), (1, 1024, 1, 1, 256, 1), (2, 1024, 2, 1, 512, 1), (1, 1024, 2, 2, 256, 2),
+         (1, 2048, 4, 2, 256, 4), (2, 2048, 4, 4, 256, 8), (2, 512, 1, 2, 256, 1), (4, 1024, 8, 1, 256, 4))  # fmt: skip
 # block; gate_up columns, K at a time, warps, stages; the same of down
 _GROUPED = (
     (16, 64, 64, 4, 5, 128, 64, 4, 5), (16, 64, 128, 4, 4, 128, 128, 4, 4), (16, 32, 128, 4, 4, 64, 128, 4, 4),

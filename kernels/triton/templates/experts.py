@@ -59,8 +59,9 @@ def gate_up_gemv(
     n = tl.program_id(1) * BN + tl.arange(0, BN)[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if slot < live_rows(meta, rows, COUNT) * TOP:
-        expert = tl.load(ids + slot).to(tl.int64)
+    # Asking for the expert in the condition has its load run beside that of the count, not behind it.
+    expert = tl.load(ids + slot).to(tl.int64)
+    if (slot < live_rows(meta, rows, COUNT) * TOP) & (expert >= 0):
         line = weight + expert * (2 * F * K) + n * (STEP * K)
         source = x + (slot // TOP).to(tl.int64) * STRIDE
         gate = tl.zeros((BN, BK), tl.float32)
@@ -103,8 +104,8 @@ def down_gemv(
     total = tl.zeros((BN,), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if token < live_rows(meta, rows, COUNT):
-        expert = tl.load(ids + token * TOP + place, mask=place < TOP, other=0).to(tl.int64)
+    expert = tl.load(ids + token * TOP + place, mask=place < TOP, other=0).to(tl.int64)
+    if (token < live_rows(meta, rows, COUNT)) & (tl.min(expert, 0) >= 0):
         factor = tl.load(weights + token * TOP + place, mask=place < TOP, other=0.0).to(tl.float32)
         line = weight + expert[:, None, None] * (H * F) + n * F
         source = h + (token.to(tl.int64) * TOP + place)[:, None, None] * F
