@@ -27,6 +27,7 @@ ATTRIBUTE = np.dtype([("id", "<u4"), ("pad", "<u4"), ("value", "<u4", 16)])
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 Int64 = npt.NDArray[np.int64]
 SCRATCH_POINTERS = 2  # global and profile scratch follow a kernel's own arguments since Triton 3.5
+MAX_SHARED = 228 << 10  # bytes; more needs a launch attribute of its own
 _WARP = 32
 _INTEGERS = frozenset({"i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64"})
 
@@ -59,6 +60,10 @@ def check_kernel(kernel: Kernel) -> None:
         raise UnsupportedLaunch(
             f"kernel {kernel.template} needs {kernel.scratch:,} bytes of scratch memory for each program, which the launcher "
             "does not provide. Build the artifact again with this version."
+        )
+    if kernel.shared > MAX_SHARED:
+        raise UnsupportedLaunch(
+            f"kernel {kernel.template} needs {kernel.shared:,} bytes of shared memory; a launch can ask for {MAX_SHARED:,}."
         )
     for type in kernel.types:
         if not type.startswith("*"):
@@ -147,7 +152,7 @@ class PackedPlan:
         self._configs.view(np.uint32)[self._grid_at] = sizes[self._grid_of]
         empty = (self._configs["grid"][: len(self._starts)] == 0).any(axis=1).tolist()
         config, pointers = self._configs.ctypes.data, self._params.ctypes.data
-        self._calls: list[Callable[[], int | None]] = []
+        self._calls: list[Callable[[], int]] = []
         self._sources: list[Launch] = []
         for index, x in enumerate(self.plan.launches):
             if empty[index]:
@@ -160,13 +165,14 @@ class PackedPlan:
                 self._calls.append(partial(self._launch, place, self._functions[index], params, 0))
             self._sources.append(x)
 
-    def _library(self, x: Launch, start: int) -> Callable[[], None]:
+    def _library(self, x: Launch, start: int) -> Callable[[], int]:
         kernel = self.kernels[x.kernel]
         values = tuple(
             a if isinstance(a, float) else int(self._values[start + i]) for i, a in enumerate(x.args)
         )
         maker = find_maker(kernel.template.partition(":")[2])
-        return maker(LibraryCall(kernel, values, self.dims, self._tensor, self._folder, self._stream))
+        call = maker(LibraryCall(kernel, values, self.dims, self._tensor, self._folder, self._stream))
+        return partial(_succeed, call)
 
     @property
     def nodes(self) -> int:
@@ -202,6 +208,12 @@ class PackedPlan:
             f"kernel {self.kernels[x.kernel].template} of {x.node or 'an unnamed node'} failed in the bucket of "
             f"{self.plan.bucket.tokens} tokens: {reason}"
         )
+
+
+def _succeed(call: Callable[[], object]) -> int:
+    """A library's call as a launch: errors are exceptions, so that what it returns is no CUresult."""
+    call()
+    return 0
 
 
 def _columns(pairs: list[tuple[int, int]]) -> tuple[Int64, Int64]:

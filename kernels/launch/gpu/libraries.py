@@ -51,7 +51,7 @@ class LibraryCall:
         return self.tensor(int(self.values[index]), TORCH_TYPES[self.kernel.types[index][1:]], shape)
 
 
-Maker = Callable[[LibraryCall], Callable[[], None]]
+Maker = Callable[[LibraryCall], Callable[[], object]]
 MAKERS: dict[str, Maker] = {}
 _PROVIDERS = {"cutlass_gemm": "cutlass", "cutlass_grouped_gemm": "cutlass", "aten": "aten_calls"}
 
@@ -82,18 +82,14 @@ def nothing() -> None:
 
 
 @library("matmul")
-def matmul(call: LibraryCall) -> Callable[[], None]:
+def matmul(call: LibraryCall) -> Callable[[], object]:
     """out [M, N] = x [M, K] @ w [N, K].T, accumulated in f32. Arguments x, w, out, M; fixed k, n."""
     k, n, m = int(call.fixed["k"]), int(call.fixed["n"]), int(call.values[3])
     if m == 0:
         return nothing
     x, w, out = call.operand(0, (m, k)), call.operand(1, (n, k)), call.operand(2, (m, n))
     if out.dtype == x.dtype:
-        return partial(_void, partial(torch.mm, x, w.t(), out=out))
+        return partial(torch.mm, x, w.t(), out=out)
     if x.is_cuda:
-        return partial(_void, partial(torch.ops.aten.mm.dtype_out, x, w.t(), out.dtype, out=out))
-    return lambda: _void(partial(out.copy_, x.float() @ w.float().t()))
-
-
-def _void(function: Callable[[], object]) -> None:
-    function()
+        return partial(torch.ops.aten.mm.dtype_out, x, w.t(), out.dtype, out=out)
+    return lambda: out.copy_(x.float() @ w.float().t())
