@@ -41,7 +41,10 @@ def launch_nest(
     wide = max(_reach(e, r) for r in everything) >= 2**31
     name = "copy" if not nodes else " ".join(n.op for n in nodes)
     made = Nest(name, nodes, loads, stores, early, wide).generate()
-    args = {name: e.ref_arg(ref) for name, ref in made.pointers} | {d: e.extent(symbol(d)) for d in made.dims}
+    fixed = {
+        name: ref if isinstance(ref.offset, int) else replace(ref, offset=0) for name, ref in made.pointers
+    }
+    args = {name: e.ref_arg(ref) for name, ref in fixed.items()} | {d: e.extent(symbol(d)) for d in made.dims}
     if made.columns:
         _launch_rows(e, node, made, args)
         return

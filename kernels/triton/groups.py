@@ -184,7 +184,7 @@ class Nest:
             self.strides[i] = self._steps(value, ref)
             if i < len(self.loads):
                 self.pointer_of[value] = f"p{i}"
-        self._places()
+        self._places(everything)
         if not self.by_rows:
             self._pass()
         else:
@@ -192,7 +192,11 @@ class Nest:
                 self._row_value(node)
             self._pass()
         body = [*self.places, *self.head, "    if PDL:", "        tl.extra.cuda.gdc_wait()", *self.lines]
-        sizes = [*self.shape, *(s for steps in self.strides.values() for s in steps)]
+        sizes = [
+            *self.shape,
+            *(r.offset for _, r in everything),
+            *(s for steps in self.strides.values() for s in steps),
+        ]
         dims = tuple(sorted({name for size in sizes for name in free_dims(size)}))
         tile = ["ROWS", "BLOCK"] if self.by_rows else ["BLOCK"]
         arguments = ", ".join(
@@ -202,7 +206,7 @@ class Nest:
         rows = product(self.shape[:-1] if self.by_rows else self.shape)
         return Generated(f"{generated(text)}:group", tuple(pointers), dims, rows, self.columns)
 
-    def _places(self) -> None:
+    def _places(self, everything: Sequence[tuple[Value, Ref]]) -> None:
         """Index variables, and for every pointer the offset and mask of its elements."""
         wide = ".to(tl.int64)" if self.wide else ""
         lead = self.shape[:-1] if self.by_rows else self.shape
@@ -224,13 +228,11 @@ class Nest:
             after = dim(after * extent)
         self.places = ["    " + line for line in lines]
         self.offsets: list[tuple[str, str]] = []
-        for number_, strides in enumerate(self.strides.values()):
-            terms = [
-                f"i{k} * {size_text(axis[1][number_])}"
-                for k, axis in enumerate(axes)
-                if axis[1][number_] != 0
-            ]
+        for at, ((_, ref), strides) in enumerate(zip(everything, self.strides.values(), strict=True)):
+            terms = [f"i{k} * {size_text(axis[1][at])}" for k, axis in enumerate(axes) if axis[1][at] != 0]
             masks = ["live"] if terms else []
+            if not isinstance(ref.offset, int):
+                terms.append(size_text(ref.offset))
             if self.by_rows and strides[-1] != 0:
                 terms.append("column" if strides[-1] == 1 else f"column * {size_text(strides[-1])}")
                 masks.append("inside")
@@ -240,7 +242,7 @@ class Nest:
         index = list(self.loads).index(value)
         offset, mask = self.offsets[index]
         pointer = self.pointer_of[value]
-        where = f"{pointer} + {offset}, mask={mask}, other=0" if offset else pointer
+        where = f"{pointer} + {offset or 0}" + (f", mask={mask}, other=0" if mask else "")
         loaded = f"tl.load({where})" + ("" if value.dtype == "bool" else f".to({REGISTERS[value.dtype]})")
         if value in self.early and not self.looped:
             name = f"x{self.names}"

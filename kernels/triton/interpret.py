@@ -47,4 +47,4 @@ def run_library(kernel: Kernel, values: Sequence[int | float]) -> None:
 def _tensor(address: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     count = math.prod(shape)
     memory = (ctypes.c_char * max(1, count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype, count=max(1, count))[:count].view(*shape)
+    return torch.frombuffer(memory, dtype=dtype, count=max(1, count))[:count].view(tuple(shape))

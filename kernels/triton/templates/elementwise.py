@@ -44,7 +44,7 @@ def gelu_tanh(x):
 def log1p(x):
     """log(u) corrected by what rounding u = 1 + x lost."""
     u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, tl.log(u) * x / (u - 1.0)))
+    return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, tl.log(u) * (x / (u - 1.0))))
 
 
 @triton.jit
