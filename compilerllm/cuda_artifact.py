@@ -14,6 +14,7 @@ from compilerllm.kernels.groups import group_name, paged_windows
 from compilerllm.kernels.triton.target import CudaTarget
 
 NORM_LINEAR_TOKENS = 4  # up to so many tokens a matrix-vector kernel computes its input's norm itself
+NORM_ROUTE_TOKENS = 8  # up to so many the norm, the router's product and the routing are one kernel
 # Tokens of steps with prompts. Finer than powers of two where padding would cost most.
 MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 DECODE_SEQUENCES = (
@@ -36,6 +37,7 @@ def cuda_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
 def prepare_bucket(module: Module, bucket: Bucket) -> Module:
     """What the graph of one bucket has beyond the others': sampled rows taken early, norms inside small linears."""
     from compilerllm.passes.fuse_norm_linear import fuse_norm_linear
+    from compilerllm.passes.fuse_norm_route import fuse_norm_route
     from compilerllm.passes.gather_early import gather_early
     from compilerllm.passes.report import PassReport
 
@@ -44,6 +46,8 @@ def prepare_bucket(module: Module, bucket: Bucket) -> Module:
         main = gather_early(main, PassReport("gather_early"))
     if bucket.tokens <= NORM_LINEAR_TOKENS:
         main = fuse_norm_linear(main, PassReport("fuse_norm_linear"))
+    if bucket.tokens <= NORM_ROUTE_TOKENS:
+        main = fuse_norm_route(main, PassReport("fuse_norm_route"))
     return module if main is module.main else module.with_functions(main)
 
 

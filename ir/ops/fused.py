@@ -153,3 +153,21 @@ define(
     "sum = x + residual; gives linear_gated(rms_norm(sum)) and sum", _norm_linear_gated,
     attrs="act, eps, offset?, round_first?", flops=_norm_linear_flops, reduction=Reduction.CONTRACTION,
 )  # fmt: skip
+
+
+def _norm_route(call: OpCall) -> tuple[TensorType, ...]:
+    x, residual, weight = call["x"], call["residual"], call["weight"]
+    call.require(x == residual, f"x {x} and residual {residual} differ")
+    check = call["norm_weight"]
+    call.require(check.shape == (x.shape[-1],), f"norm_weight must be [{x.shape[-1]}], but is {check}")
+    logits = check_linear(call, x, weight, call.optional("bias"))
+    shape = (*logits.shape[:-1], call.integer("k"))
+    return x, x, TensorType(call.text("dtype"), shape), TensorType("i64", shape)
+
+
+define(
+    "norm_route(x, residual, norm_weight, weight, bias?)",
+    "sum = x + residual; gives rms_norm(sum), sum, and the route of the norm's linear", _norm_route,
+    attrs="eps, offset?, round_first?, k, softmax, dtype, normalise?", flops=_norm_linear_flops,
+    reduction=Reduction.CONTRACTION,
+)  # fmt: skip

@@ -128,3 +128,13 @@ def norm_linear_gated(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     normed, total = add_rms_norm(x, residual, norm_weight, eps=eps, offset=offset, round_first=round_first)
     return linear_gated(normed, weight, bias, act=act), total
+
+
+@reference("norm_route")
+def norm_route(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, k: int,
+    softmax: str, dtype: str, offset: float = 0.0, round_first: bool = False, normalise: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    normed, total = add_rms_norm(x, residual, norm_weight, eps=eps, offset=offset, round_first=round_first)
+    weights, ids = route(linear(normed, weight, bias), k=k, softmax=softmax, dtype=dtype, normalise=normalise)
+    return normed, total, weights, ids

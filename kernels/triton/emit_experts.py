@@ -58,20 +58,58 @@ def emit_topk(e: BucketEmitter, node: Node) -> None:
 @emitter("route")
 def emit_route(e: BucketEmitter, node: Node) -> None:
     """One program a row."""
-    logits, k = node.operand(0), node.integer("k")
+    logits = node.operand(0)
     weights, ids = node.outputs
     rows = e.rows(logits, len(logits.shape) - 1)
     _check_row(node, logits, rows.columns)
-    width = power_of_two(rows.columns)
     e.launch(
         node, "route:route", (e.extent(rows.count), 1, 1),
         {"logits": rows.arg, "weights": e.arg(weights), "ids": e.arg(ids), "rows": e.extent(rows.count)},
-        {
-            "STRIDE": rows.stride, "N": rows.columns, "N2": width, "TOP": k, "TOP2": power_of_two(k),
-            "BEFORE": node.text("softmax") == "before", "NORMALISE": bool(node.attrs.get("normalise")), "ROWS": 1,
-        },
-        num_warps=_row_warps(width),
+        {"STRIDE": rows.stride, "ROWS": 1, **_choice(node, rows.columns)},
+        num_warps=_row_warps(rows.columns),
     )  # fmt: skip
+
+
+@emitter("norm_route")
+def emit_norm_route(e: BucketEmitter, node: Node) -> None:
+    """Programs for a few logits of a row; what they share is in scratch memory, and a counter for each row."""
+    x, residual, norm_weight, weight = (node.operand(i) for i in range(4))
+    normed, total, weights, ids = node.outputs
+    rows, other, bias = e.rows(x, 1), e.rows(residual, 1), node.input(4)
+    count, width = int(weight.shape[0]), rows.columns
+    _check_row(node, x, count)
+    tokens, k = e.bound(x.shape[0]), node.integer("k")
+    problem: dict[str, int | str] = {"M": tokens, "N": count, "K": width, "k": k, "dtype": x.dtype}
+    chosen = e.choose(
+        node,
+        "norm_route",
+        problem,
+        [{"part": p, "warps": w} for p, w in ((2, 4), (1, 4), (4, 8), (4, 4), (8, 8))],
+    )
+    args = {
+        "x": rows.arg, "residual": other.arg, "norm_weight": e.arg(norm_weight), "weight": e.arg(weight),
+        "normed": e.arg(normed), "total": e.arg(total), "weights": e.arg(weights), "ids": e.arg(ids),
+        "logits": e.typed(e.scratch(tokens * count * ITEM_BYTES[x.dtype]), x.dtype),
+        "counters": e.typed(e.counters(tokens), "i32"),
+    } | ({"bias": e.arg(bias)} if bias is not None else {})  # fmt: skip
+    e.launch(
+        node, "route:norm_route", (-(-count // chosen["part"]), e.extent(x.shape[0]), 1), args,
+        {
+            "X_STRIDE": rows.stride, "RESIDUAL_STRIDE": other.stride, "COLUMNS": width, "BLOCK": power_of_two(width),
+            "EPS": node.number("eps"), "OFFSET": node.number("offset", 0.0),
+            "ROUND_FIRST": bool(node.attrs.get("round_first")), "PART": chosen["part"], **_choice(node, count),
+        } | ({"bias": None} if bias is None else {}),
+        num_warps=chosen["warps"],
+    )  # fmt: skip
+
+
+def _choice(node: Node, columns: int) -> dict[str, Any]:
+    """Constants of ``weighed``."""
+    k = node.integer("k")
+    return {
+        "N": columns, "N2": power_of_two(columns), "TOP": k, "TOP2": power_of_two(k),
+        "BEFORE": node.text("softmax") == "before", "NORMALISE": bool(node.attrs.get("normalise")),
+    }  # fmt: skip
 
 
 class Experts:

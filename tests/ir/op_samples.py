@@ -165,6 +165,17 @@ def _model_samples() -> dict[str, list[str]]:
     add("linear_gated", mlp, '%y = linear_gated(%x, %w, act="silu") : f32[T, 4]')
     add("linear_act", mlp, '%y = linear_act(%x, %w, act="gelu") : f32[T, 8]')
     add("linear_add", f"{mlp}, %r: f32[T, 8]", "%y = linear_add(%x, %w, %r) : f32[T, 8]")
+    for args, attrs in (
+        ("%w", 'softmax="before", normalise=true'),
+        ("%w, %b", 'offset=1.0, round_first=true, softmax="after"'),
+    ):
+        add(
+            "norm_route",
+            normed,
+            f'%y, %s, %p, %i = norm_route(%x, %r, %n, {args}, eps=1e-6, k=2, dtype="f32", {attrs})'
+            " : f32[T, 32], f32[T, 32], f32[T, 2], i64[T, 2]",
+            "%y, %s, %p, %i",
+        )
     return found | _serving_samples()
 
 

@@ -20,6 +20,7 @@ from compilerllm.ir.verify import verify
 from compilerllm.kernels.reference.interpreter import Interpreter
 from compilerllm.passes.add_adapters import AdapterOptions, add_adapters
 from compilerllm.passes.fuse_norm_linear import fuse_norm_linear
+from compilerllm.passes.fuse_norm_route import fuse_norm_route
 from compilerllm.passes.fuse_route import fuse_route
 from compilerllm.passes.gather_early import gather_early
 from compilerllm.passes.inline_calls import inline_calls
@@ -61,6 +62,7 @@ RUNS: dict[str, Run] = {
     "fuse_norm_linear": _with_report(_on_main(fuse_norm_linear), "fuse_norm_linear"),
     "gather_early": _with_report(lambda m, r: m.with_functions(gather_early(m.main, r)), "gather_early"),
     "inline_calls": _with_report(inline_calls, "inline_calls"),
+    "fuse_norm_route": _with_report(_on_main(fuse_norm_route), "fuse_norm_route"),
     "fuse_route": _with_report(fuse_route, "fuse_route"),
     "specialize": _with_report(lambda m, r: specialize(m, Bucket(1, 1, 4, 1)), "specialize"),
 }

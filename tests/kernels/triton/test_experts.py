@@ -1,4 +1,4 @@
-"""Routing, token alignment and experts against the ATen reference, padded rows and biases included."""
+"""Token alignment and experts against the ATen reference, padded rows and biases included."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import parse_module
 from compilerllm.kernels.errors import UnsupportedByTarget
-from compilerllm.kernels.reference import fused_ops, model_ops
+from compilerllm.kernels.reference import model_ops
 from compilerllm.kernels.triton import emit_experts
 from compilerllm.kernels.triton.emit_experts import Candidate, Experts, candidates, power_of_two
 from compilerllm.kernels.triton.emitter import BucketEmitter
@@ -30,70 +30,6 @@ NOWHERE = 1 << 40  # an expert that no memory holds
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device(), dtype)
-
-
-# -- routing ---------------------------------------------------------------------------------------------------------
-
-
-def first_largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Top-k with ties to the lower index."""
-    values, indices = torch.sort(x, dim=-1, descending=True, stable=True)
-    return values[:, :k], indices[:, :k]
-
-
-def run_topk(x: Tensor, k: int, rows: int = 1) -> tuple[Tensor, Tensor]:
-    count, n = x.shape
-    values, indices = Guarded((count, k), x.dtype), Guarded((count, k), torch.int64)
-    launch(
-        "route:topk", (-(-count // rows),),
-        {"x": x, "values": values.tensor, "indices": indices.tensor, "rows": count, "STRIDE": n, "N": n,
-         "N2": power_of_two(n), "TOP": k, "TOP2": power_of_two(k), "ROWS": rows},
-    )  # fmt: skip
-    return values.check(), indices.check()
-
-
-@pytest.mark.parametrize(("n", "k", "rows"), [(128, 8, 1), (60, 4, 2), (512, 16, 1), (5, 5, 4), (2, 1, 1)])
-def test_topk(n: int, k: int, rows: int) -> None:
-    x = seeded(3, n)
-    x[0] = 0.0
-    x[0, 1] = -0.0
-    x[1, 0], x[1, -1] = float("inf"), -float("inf")
-    for dtype in (torch.float32, torch.bfloat16):  # bf16 has ties
-        values, indices = run_topk(x.to(dtype), k, rows)
-        want_values, want = first_largest(x.to(dtype), k)
-        assert torch.equal(values, want_values)
-        assert torch.equal(indices, want)
-
-
-def test_topk_of_infinities_and_nan() -> None:
-    low = torch.full((1, 6), -float("inf"), device=device())
-    assert run_topk(low, 3)[1].tolist() == [[0, 1, 2]]
-    low[0, 4] = float("nan")
-    assert run_topk(low, 2)[1].tolist() == [[4, 0]]
-
-
-@pytest.mark.parametrize("softmax", ["before", "after"])
-@pytest.mark.parametrize("normalise", [False, True])
-@pytest.mark.parametrize(("source", "result"), [("f32", "f32"), ("bf16", "bf16"), ("bf16", "f32")])
-def test_route(softmax: str, normalise: bool, source: str, result: str) -> None:
-    attrs = f'k=3, softmax="{softmax}", dtype="{result}"' + (", normalise=true" if normalise else "")
-    text = f"""func @main(%x: {source}[T, 12]) {{
-  dim T in [1, 64]
-  %w, %i = route(%x, {attrs}) : {result}[T, 3], i64[T, 3]
-  return %w, %i
-}}"""
-    x = (
-        torch.stack([torch.randperm(12) for _ in range(5)])
-        .div(4)
-        .to(getattr(torch, {"f32": "float32", "bf16": "bfloat16"}[source]))
-    )
-    weights, ids = run_module(text, inputs=[x])
-    want, want_ids = fused_ops.route(x, k=3, softmax=softmax, dtype=result, normalise=normalise)
-    assert torch.equal(ids, want_ids)
-    assert_close(weights, want)
-
-
-# -- experts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -388,16 +324,6 @@ def test_packed_experts_are_refused_with_what_to_do() -> None:
     )
     with pytest.raises(UnsupportedByTarget, match="experts of q8_0 for f32 activations have no CUDA kernel"):
         run_module(text, {}, [torch.zeros(1, 32), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2)])
-
-
-def test_too_wide_rows_are_refused() -> None:
-    text = """func @main(%x: f32[T, 20000]) {
-  dim T in [1, 64]
-  %v, %i = topk(%x, k=2) : f32[T, 2], i64[T, 2]
-  return %v, %i
-}"""
-    with pytest.raises(UnsupportedByTarget, match="at most 16384"):
-        run_module(text, inputs=[torch.zeros(1, 20000)])
 
 
 # -- cross-compilation -----------------------------------------------------------------------------------------------
