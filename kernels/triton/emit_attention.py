@@ -15,6 +15,7 @@ from compilerllm.kernels.triton.source import ConstValue
 
 MOST_ROWS = 128  # query heads of one key head that a program takes at most
 MOST_SPLITS = 32
+PARTS_A_WARP = 64 * 32  # elements of parts that a warp adds up without spilling
 
 
 def pow2(n: int) -> int:
@@ -220,34 +221,50 @@ def fitting(
 
 
 def decode_candidates(
-    e: BucketEmitter, programs: int, dtype: str, rows: int, dim: int
+    e: BucketEmitter, dtype: str, heads: int, kv_heads: int, dim: int
 ) -> list[dict[str, Any]]:
-    """Splits and tiles; ``programs`` are those of one split. About six programs for each multiprocessor come first."""
-    want = min(pow2(-(-6 * e.target.sms // programs)), MOST_SPLITS)
-    splits = [want, *(s for s in (want * 2, want // 2, want * 4, want // 4) if 1 <= s <= MOST_SPLITS)]
+    """Splits, tiles, and the fewest tiles a split takes. About six programs for each multiprocessor come first.
+
+    fused: the last program adds the parts up, which it holds in registers all at once; otherwise a second kernel does.
+    """
+    group = heads_a_program(heads, kv_heads)
+    want = min(pow2(-(-6 * e.target.sms // (e.bucket.sequences * heads // group))), MOST_SPLITS)
+    splits = [want, *(s for s in (want // 2, want * 2, want // 4, want * 4) if 1 <= s <= MOST_SPLITS)]
     if dtype == "f32":
-        shapes = [{"BN": 32, "warps": 4, "stages": 2}, {"BN": 16, "warps": 4, "stages": 1}]
+        shapes = [(32, 4, 2), (16, 4, 1)]
     else:
-        shapes = [
-            {"BN": 64, "warps": 4, "stages": 3}, {"BN": 128, "warps": 4, "stages": 2}, {"BN": 64, "warps": 4, "stages": 4},
-            {"BN": 32, "warps": 2, "stages": 4}, {"BN": 128, "warps": 8, "stages": 3}, {"BN": 32, "warps": 4, "stages": 2},
-            {"BN": 32, "warps": 4, "stages": 1},
-        ]  # fmt: skip
-    made = [{"splits": s, "fused": 1} | shape for shape in shapes for s in splits]
-    made += [{"splits": want, "fused": 0} | shape for shape in shapes[:2]]
-    return fitting(e, dtype, rows, dim, made)
+        shapes = [(64, 4, 3), (128, 4, 2), (64, 4, 4), (32, 2, 4), (128, 8, 3), (32, 4, 2), (32, 4, 1)]
+    made = [
+        {"splits": s, "least": least, "fused": 1, "BN": n, "warps": w, "stages": stages}
+        for n, w, stages in shapes for s in splits for least in ((1, 2) if s > 1 else (1,))
+        if pow2(group) * s * pow2(dim) <= PARTS_A_WARP * w
+    ]  # fmt: skip
+    made += [
+        {"splits": s, "least": 1, "fused": 0, "BN": n, "warps": w, "stages": stages}
+        for n, w, stages in shapes for s in splits[:2]
+    ]  # fmt: skip
+    return fitting(e, dtype, max(16, pow2(group)), dim, made)
 
 
 def prefill_candidates(e: BucketEmitter, dtype: str, group: int, dim: int) -> list[dict[str, Any]]:
     """Rows, keys, warps and stages of a program; ``group`` heads must fit into the rows."""
     if dtype == "f32":
         shapes = [(32, 32, 4, 2), (128, 16, 8, 2), (16, 16, 4, 1), (128, 16, 8, 1)]
+    elif dim > 128:  # the accumulator takes half of the registers
+        shapes = [
+            (128, 32, 8, 3),
+            (128, 64, 8, 2),
+            (64, 32, 4, 2),
+            (64, 64, 4, 2),
+            (64, 32, 4, 1),
+            (128, 16, 8, 1),
+        ]
     elif e.bucket.tokens <= 2 * e.bucket.sequences:  # mostly decodes: rows would idle
         shapes = [(64, 64, 4, 3), (16, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2), (128, 32, 8, 1)]
     else:
         shapes = [
-            (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 3),
-            (64, 128, 4, 2), (128, 32, 8, 1), (64, 32, 4, 1),
+            (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3),
+            (128, 32, 8, 1), (64, 32, 4, 1),
         ]  # fmt: skip
     made = [{"BM": m, "BN": n, "warps": w, "stages": s} for m, n, w, s in shapes if m >= group]
     return fitting(e, dtype, 0, dim, made)
@@ -283,15 +300,14 @@ def decode(e: BucketEmitter, node: Node) -> None:
     common = attention_consts(e, node, heads, kv["heads"], kv["dim"])
     group = heads_a_program(heads, kv["heads"])
     sequences, programs = e.bucket.sequences, heads // group
-    rows = max(16, pow2(group))
-    found = decode_candidates(e, sequences * programs, q.dtype, rows, kv["dim"])
+    found = decode_candidates(e, q.dtype, heads, kv["heads"], kv["dim"])
     chosen = e.choose(node, "decode_attention", attention_problem(e, node, common), found)
     splits = chosen["splits"]
     parts = sequences * heads * splits * 4 if splits > 1 else 4
     partial, stats = e.typed(e.scratch(parts * kv["dim"]), "f32"), e.typed(e.scratch(parts * 2), "f32")
     source, to = e.rows(q, 1), e.rows(out, 1)
     shared: dict[str, ConstValue] = {
-        "OUT_STRIDE": to.stride, "TILE": chosen["BN"], "SPLITS": splits, "SPLITS_P": pow2(splits),
+        "OUT_STRIDE": to.stride, "TILE": chosen["BN"], "SPLITS": splits, "SPLITS_P": pow2(splits), "LEAST": chosen["least"],
     }  # fmt: skip
     args: dict[str, Arg] = {
         "out": to.arg,
@@ -305,7 +321,7 @@ def decode(e: BucketEmitter, node: Node) -> None:
         node, "attention:decode", (programs, splits, e.extent(q.shape[0])),
         args | step_args(e, state, "meta")
         | {"q": source.arg, "counters": e.typed(e.counters(sequences * programs if splits > 1 else 1), "i32")},
-        common | shared | {"Q_STRIDE": source.stride, "M": rows, "FUSED": fused},
+        common | shared | {"Q_STRIDE": source.stride, "M": max(16, pow2(group)), "GP": pow2(group), "FUSED": fused},
         num_warps=chosen["warps"], num_stages=chosen["stages"],
     )  # fmt: skip
     if not fused:

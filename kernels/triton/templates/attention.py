@@ -33,8 +33,8 @@ def tile_blocks(table, tile, high, BN: tl.constexpr):
 
 
 @triton.jit
-def tile_offset(b0, b1, b2, b3, D: tl.constexpr, BN: tl.constexpr):
-    """Offsets [BN] of a tile's rows, of whose blocks the offsets are given."""
+def tile_offset(tile, b0, b1, b2, b3, D: tl.constexpr, BN: tl.constexpr):
+    """Offsets [BN] of the rows of the tile from key ``tile`` on, of whose blocks the offsets are given."""
     rows = tl.arange(0, BN)
     block = tl.zeros((BN,), tl.int64) + b0
     if BN > 32:
@@ -42,6 +42,8 @@ def tile_offset(b0, b1, b2, b3, D: tl.constexpr, BN: tl.constexpr):
     if BN > 64:
         block = tl.where(rows >= 64, b2, block)
         block = tl.where(rows >= 96, b3, block)
+    if BN < 32:
+        rows += tile
     return block + rows % BLOCK * D
 
 
@@ -86,7 +88,7 @@ def attend(
     for tile in tl.range(start, end, BN):
         key = tile + rows
         if PAGED:
-            k_at = tile_offset(b0, b1, b2, b3, D, BN)
+            k_at = tile_offset(tile, b0, b1, b2, b3, D, BN)
             v_at = k_at
             b0, b1 = block_offset(n0, K_STRIDE), block_offset(n1, K_STRIDE)
             b2, b3 = block_offset(n2, K_STRIDE), block_offset(n3, K_STRIDE)
@@ -121,51 +123,59 @@ def attend(
 
 @triton.jit
 def combine(
-    out, partial, stats, sinks, head, index, active, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_P: tl.constexpr, SINKS: tl.constexpr,
+    out, partial, stats, sinks, head, index, active, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head's output row from its splits' parts, added in the order of splits. index: (sequence, head) as a number."""
+    """G heads' rows of one output row from their splits' parts, all loaded at once and added in the order of splits.
+
+    ``head`` is the first of the heads, ``index`` the number of (sequence, head) among all.
+    """
+    own = tl.arange(0, GP)
     split = tl.arange(0, SPLITS_P)
     column = tl.arange(0, DP)
-    live = split < active
-    row = index.to(tl.int64) * SPLITS + split
+    live = (own < G)[:, None] & (split < active)[None, :]
+    row = (index + own).to(tl.int64)[:, None] * SPLITS + split[None, :]
     top = tl.load(stats + row * 2, mask=live, other=FLOOR, cache_modifier=".cg")
     part = tl.load(stats + row * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
     acc = tl.load(
-        partial + row[:, None] * D + column[None, :], mask=live[:, None] & (column < D)[None, :], other=0.0,
-        cache_modifier=".cg",
+        partial + row[:, :, None] * D + column[None, None, :],
+        mask=live[:, :, None] & (column < D)[None, None, :], other=0.0, cache_modifier=".cg",
     )  # fmt: skip
-    best = tl.max(top, 0)
+    best = tl.max(top, 1)
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + head + own, mask=own < G, other=0.0).to(tl.float32) * LOG2E
         best = tl.maximum(best, sink)
-    weight = tl.where(live, tl.exp2(top - best), 0.0)
-    total = tl.sum(weight * part, 0)
+    weight = tl.where(live, tl.exp2(top - best[:, None]), 0.0)
+    total = tl.sum(weight * part, 1)
     if SINKS:
         total += tl.exp2(sink - best)
-    result = tl.sum(weight[:, None] * acc, 0) / total
-    tl.store(out + column, result.to(out.dtype.element_ty), mask=column < D)
+    total = tl.where(own < G, total, 1.0)
+    result = tl.sum(weight[:, :, None] * acc, 1) / total[:, None]
+    mask = (own < G)[:, None] & (column < D)[None, :]
+    tl.store(out + (head + own)[:, None] * D + column[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def active_splits(length, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+def active_splits(
+    length, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr
+):
     """(first tile, tiles a split, splits that have any) of a context of ``length``."""
     first = tl.maximum(length - WINDOW, 0) // TILE if WINDOW > 0 else 0
     end = tl.cdiv(length, TILE)
-    each = tl.maximum(tl.cdiv(end - first, SPLITS), 1)
+    each = tl.maximum(tl.cdiv(end - first, SPLITS), LEAST)
     return first, each, tl.cdiv(end - first, each)
 
 
 @triton.jit
 def decode(
     q, cache, out, partial, stats, counters, sinks, seq_lens, table, meta, Q_STRIDE: tl.constexpr,
-    OUT_STRIDE: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, SCALE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS_P: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One query a sequence: row s of q [S, H, D] is sequence s's. Grid: (H / G, SPLITS, S).
 
-    Each program takes a run of key tiles. A context that one split holds is finished by it; otherwise parts go to
+    Each program takes a run of at least LEAST key tiles. A context that one split holds is finished by it; otherwise parts go to
     partial [S, H, SPLITS, D] and stats [S, H, SPLITS, 2] (maximum, sum), both f32, and with FUSED the program that
     arrives last (counters [S, H / G], left zero) adds them up; without it ``decode_reduce`` does.
     """
@@ -174,24 +184,25 @@ def decode(
         tl.extra.cuda.gdc_wait()
     group, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(seq_lens + sequence)
-    first, each, active = active_splits(length, TILE, SPLITS, WINDOW)
-    if split >= active:
-        return
     rows = tl.arange(0, M)
     column = tl.arange(0, DP)
     head = group * G + rows
     mask = (rows < G)[:, None] & (column < D)[None, :]
+    # loaded before the length is known, to wait once for both
     query = tl.load(
         q + sequence.to(tl.int64) * Q_STRIDE + head[:, None] * D + column[None, :], mask=mask, other=0.0
     )
+    blocks = table + sequence.to(tl.int64) * tl.load(meta + 3)
+    first, each, active = active_splits(length, TILE, SPLITS, LEAST, WINDOW)
+    if split >= active:
+        return
     keys = cache + group * G // (H // HK) * (BLOCK * D)
     start = first + split * each
     low = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     acc, top, total = attend(
-        query, keys, keys + HK * BLOCK * D, table + sequence.to(tl.int64) * tl.load(meta + 3),
-        tl.zeros((M, DP), tl.float32), tl.full((M,), FLOOR, tl.float32), tl.zeros((M,), tl.float32),
-        tl.zeros((M,), tl.int32) + (length - 1), start * TILE, tl.minimum((start + each) * TILE, length), low, length,
-        2 * HK * BLOCK * D, 0, TILE, D, DP, D, DP, SCALE, SOFTCAP, 0, False, True, True,
+        query, keys, keys + HK * BLOCK * D, blocks, tl.zeros((M, DP), tl.float32), tl.full((M,), FLOOR, tl.float32),
+        tl.zeros((M,), tl.float32), tl.zeros((M,), tl.int32), start * TILE, tl.minimum((start + each) * TILE, length),
+        low, length, 2 * HK * BLOCK * D, 0, TILE, D, DP, D, DP, SCALE, SOFTCAP, 0, False, True, True,
     )  # fmt: skip
     result = out + sequence.to(tl.int64) * OUT_STRIDE
     if active == 1:
@@ -204,51 +215,40 @@ def decode(
         acc = acc / total[:, None]
         tl.store(result + head[:, None] * D + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
     else:
-        part = (sequence * H + head).to(tl.int64) * SPLITS + split
-        tl.store(partial + part[:, None] * D + column[None, :], acc, mask=mask)
-        tl.store(stats + part * 2, top, mask=rows < G)
-        tl.store(stats + part * 2 + 1, total, mask=rows < G)
-        if FUSED:
-            counter = counters + sequence * (H // G) + group
-            tl.debug_barrier()  # all threads' parts are written before the one arrival is counted
-            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if arrived == active - 1:
-                tl.store(counter, 0)
-                tl.debug_barrier()
-                for i in tl.range(0, G):
-                    h = group * G + i
+        if SPLITS > 1:
+            part = (sequence * H + head).to(tl.int64) * SPLITS + split
+            tl.store(partial + part[:, None] * D + column[None, :], acc, mask=mask)
+            tl.store(stats + part * 2, top, mask=rows < G)
+            tl.store(stats + part * 2 + 1, total, mask=rows < G)
+            if FUSED:
+                counter = counters + sequence * (H // G) + group
+                tl.debug_barrier()  # all threads' parts are written before the one arrival is counted
+                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                if arrived == active - 1:
+                    tl.store(counter, 0)
+                    tl.debug_barrier()
                     combine(
-                        result + h * D,
-                        partial,
-                        stats,
-                        sinks,
-                        h,
-                        sequence * H + h,
-                        active,
-                        D,
-                        DP,
-                        SPLITS,
-                        SPLITS_P,
-                        SINKS,
-                    )
+                        result, partial, stats, sinks, group * G, sequence * H + group * G, active, G, GP, D, DP, SPLITS,
+                        SPLITS_P, SINKS,
+                    )  # fmt: skip
 
 
 @triton.jit
 def decode_reduce(
     out, partial, stats, sinks, seq_lens, OUT_STRIDE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What ``decode`` without FUSED left open: contexts of more than one split. Grid: (H, S)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     head, sequence = tl.program_id(0), tl.program_id(1)
-    _, _, active = active_splits(tl.load(seq_lens + sequence), TILE, SPLITS, WINDOW)
+    _, _, active = active_splits(tl.load(seq_lens + sequence), TILE, SPLITS, LEAST, WINDOW)
     if active > 1:
         combine(
-            out + sequence.to(tl.int64) * OUT_STRIDE + head * D, partial, stats, sinks, head, sequence * H + head,
-            active, D, DP, SPLITS, SPLITS_P, SINKS,
+            out + sequence.to(tl.int64) * OUT_STRIDE, partial, stats, sinks, head, sequence * H + head, active, 1, 1, D, DP,
+            SPLITS, SPLITS_P, SINKS,
         )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def expected(paged: Paged, q: Tensor, sinks: Tensor | None, window: int, softcap
 
 
 def run_decode(
-    paged: Paged, q: Tensor, kv_heads: int, *, splits: int = 3, tile: int = 32, fused: bool = True, window: int = 0,
+    paged: Paged, q: Tensor, kv_heads: int, *, splits: int = 3, tile: int = 32, least: int = 1, fused: bool = True, window: int = 0,
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     rows, heads, dim = q.shape
@@ -48,11 +48,12 @@ def run_decode(
     shared = {
         "out": out.tensor, "partial": partial, "stats": stats, "sinks": sinks, "SINKS": sinks is not None,
         "seq_lens": paged.fields["seq_lens"], "OUT_STRIDE": heads * dim, "H": heads, "D": dim, "DP": pow2(dim),
-        "TILE": tile, "SPLITS": splits, "SPLITS_P": pow2(splits), "WINDOW": window,
+        "TILE": tile, "SPLITS": splits, "SPLITS_P": pow2(splits), "LEAST": least,
+        "WINDOW": window,
     }  # fmt: skip
     launch("attention:decode", (kv_heads, splits, rows), shared | {
         "q": q, "cache": paged.cache, "counters": counters, "table": paged.fields["table"], "meta": paged.fields["meta"],
-        "Q_STRIDE": heads * dim, "HK": kv_heads, "G": group, "M": max(16, pow2(group)), "SCALE": SCALE,
+        "Q_STRIDE": heads * dim, "HK": kv_heads, "G": group, "GP": pow2(group), "M": max(16, pow2(group)), "SCALE": SCALE,
         "SOFTCAP": softcap, "FUSED": fused,
     })  # fmt: skip
     assert not counters.any(), "counters were not left zero"
@@ -88,6 +89,7 @@ DECODES: list[tuple[list[int], int, int, int, dict[str, Any]]] = [
     ([31, 0, 130, 32], 4, 2, 16, {"pad": 2}),
     ([200], 2, 1, 32, {"splits": 8}),
     ([200, 40], 2, 1, 16, {"splits": 1}),
+    ([200, 40, 70], 2, 1, 16, {"splits": 6, "least": 2}),
     ([150, 7], 7, 1, 24, {}),  # neither group nor head size a power of two
     ([100, 64, 20], 2, 1, 16, {"window": 40}),
     ([100], 2, 2, 16, {"window": 1}),
@@ -241,7 +243,8 @@ def test_kernels_cross_compile(capability: int) -> None:
     }  # fmt: skip
     limit = 227 << 10 if capability >= 90 else 99 << 10
     decode = pointers | shared | {
-        "partial": "*fp32", "stats": "*fp32", "counters": "*i32", "M": 16, "TILE": 64, "SPLITS": 4, "SPLITS_P": 4,
+        "partial": "*fp32", "stats": "*fp32", "counters": "*i32", "GP": 4, "M": 16, "TILE": 64, "SPLITS": 4, "SPLITS_P": 4,
+        "LEAST": 1,
         "FUSED": True,
     }  # fmt: skip
     prefill = pointers | shared | {"query_start": "*i32", "BQ": 16, "BM": 64, "BN": 64, "STEPS": 8}
