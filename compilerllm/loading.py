@@ -19,9 +19,14 @@ from compilerllm.kernels.launch.packing import dense_bytes
 from compilerllm.kernels.launch.weights import SourceSpec, execute
 from compilerllm.runtime.memory import available_memory
 from compilerllm.runtime.messages import ModelFacts
+from compilerllm.targets import is_cuda
 
 if TYPE_CHECKING:
+    from compilerllm.compiled_cuda import CudaModel
     from compilerllm.kernels.reference.model import ReferenceModel
+
+
+GRAPH_LEVEL = 2  # from here on a GPU's steps are graphs
 
 
 class ModelDoesNotFit(CompilerLLMError):
@@ -54,9 +59,14 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
     origin = "found in the cache" if found.hit else f"{found.seconds:.1f} s"
     buckets = model.buckets
     decode = [b.sequences for b in buckets if b.max_query == 1]
+    where = (
+        manifest["target"]
+        if is_cuda(manifest["target"])
+        else f"{manifest['target']}, {num_threads()} threads"
+    )
     card = {
         "model": f"{config.model.display_name} ({manifest['facts']['architecture']}, {manifest['facts']['dtype']})",
-        "target": f"{manifest['target']}, {num_threads()} threads, level O{manifest['level']}",
+        "target": f"{where}, level O{manifest['level']}",
         "buckets": f"{len(decode)} decode ({decode[0]} to {decode[-1]} sequences), {len(buckets) - len(decode)} mixed "
         f"(up to {max(b.tokens for b in buckets)} tokens)",
         "memory": memory_line(model),
@@ -67,7 +77,7 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
     return model, ModelFacts(model=config.model.display_name, target=manifest["target"], card=card)
 
 
-def load_compiled(artifact: Path, place: Path) -> "CompiledModel | ReferenceModel":
+def load_compiled(artifact: Path, place: Path) -> "CompiledModel | CudaModel | ReferenceModel":
     """Open an artifact with its checkpoint's weights. Level O0 runs the reference interpreter instead of a program."""
     manifest = read_manifest(artifact)
     if manifest is None:
@@ -75,6 +85,12 @@ def load_compiled(artifact: Path, place: Path) -> "CompiledModel | ReferenceMode
     spec = SourceSpec.from_json(manifest["source"] | {"path": str(place)})
     if manifest["level"] == 0:
         return load_reference(artifact, manifest, spec)
+    if is_cuda(manifest["target"]):
+        from compilerllm.compiled_cuda import CudaModel, CudaOptions
+
+        return CudaModel.load(
+            artifact, spec.open(), options=CudaOptions(graphs=manifest["level"] >= GRAPH_LEVEL)
+        )
     need = sum(dense_bytes(p["dtype"], p["shape"]) for p in manifest["parameters"])
     free = available_memory()
     if need > free:
@@ -100,8 +116,9 @@ def load_reference(artifact: Path, manifest: dict[str, Any], spec: SourceSpec) -
     return ReferenceModel(module, params, max_model_len=manifest["max_model_len"], buckets=buckets)
 
 
-def memory_line(model: "CompiledModel | ReferenceModel") -> str:
+def memory_line(model: "CompiledModel | CudaModel | ReferenceModel") -> str:
     """Weights and working memory for the card."""
     if isinstance(model, CompiledModel):
         return f"weights {model.weight_bytes / 2**20:,.0f} MiB, intermediate values {model.program.arena_bytes / 2**20:,.0f} MiB"
-    return "reference operators, not planned"
+    plan = getattr(model, "memory_plan", None)
+    return str(plan().text()) if plan is not None else "reference operators, not planned"
