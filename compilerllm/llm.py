@@ -63,20 +63,33 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
+        begin = time.perf_counter()
         from compilerllm.loading import find_artifact, load_engine_model, tokenizer_dir
         from compilerllm.runtime.engine import InProcessEngine
 
         config = EngineConfig.create(model=model, **options)
+        start = time.perf_counter()
+        found = find_artifact(config)
+        compiled = time.perf_counter()
         loaded, facts = load_engine_model(config)
-        tokenizer = open_tokenizer(tokenizer_dir(find_artifact(config).path))
+        tokenizer = open_tokenizer(tokenizer_dir(found.path))
+        weights = time.perf_counter()
         longest = config.model.max_model_len
         engine = InProcessEngine(loaded, config.scheduler, config.cache, max_model_len=longest, facts=facts)
         self._begin(engine, tokenizer, loaded)
+        ready = time.perf_counter()
+        self.start_seconds |= {
+            "import": start - begin,
+            "compile": compiled - start, "load": weights - compiled, "allocate": ready - weights,
+            **getattr(loaded, "start_seconds", {}),
+        }  # fmt: skip
 
     def _begin(self, engine: Engine, tokenizer: Tokenizer, model: Executable | None = None) -> None:
         self._engine, self.tokenizer = engine, tokenizer
         self._count = 0
         self.model = model  # None where the engine was made elsewhere
+        # Where the start went. An executable may add parts of its own, such as "capture" (within "allocate").
+        self.start_seconds: dict[str, float] = {}
 
     @classmethod
     def over(cls, engine: Engine, tokenizer: Tokenizer) -> "LLM":
@@ -97,6 +110,11 @@ class LLM:
         self._engine.close()
 
     @property
+    def engine(self) -> Engine:
+        """The engine itself, for who wants to see single steps. Not while ``generate`` or a stream runs."""
+        return self._engine
+
+    @property
     def max_model_len(self) -> int:
         """Longest context in tokens."""
         return self._engine.ready.max_model_len
@@ -109,6 +127,10 @@ class LLM:
     def stats(self) -> Stats:
         """Counters since the start: tokens, preemptions, prefix hits, blocks in use."""
         return self._engine.stats()
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt in any form that ``generate`` takes."""
+        return encode_prompt(self.tokenizer, prompt, max_model_len=self.max_model_len).token_ids
 
     def generate(
         self,

@@ -17,6 +17,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     target in an equal batch. In another batch rows are rounded differently, and a choice near a boundary may fall on
     its other side: within some tokens in bfloat16, within some hundreds in float32. ``logprobs`` is how many most
     likely tokens are reported beside the chosen one (at most 20). ``max_tokens`` None means up to the context's end.
+    ``detokenize`` False leaves the text empty, so that it cannot go with ``stop``.
 
     Raises ``InvalidParameter``, naming the field, for a value outside its range.
     """
@@ -37,6 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
     logprobs: int | None = None
     logit_bias: dict[int, float] = {}
 
@@ -64,6 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InvalidParameter("stop must be non-empty strings", "stop")
+        if self.stop and not self.detokenize:
+            raise InvalidParameter("stop needs the text: it cannot go with detokenize=False", "stop")
         if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
             raise InvalidParameter("stop_token_ids must be non-negative integers", "stop_token_ids")
         for token, bias in self.logit_bias.items():

@@ -187,6 +187,22 @@ class AsyncExecutable(Executable, Protocol):
     @property
     def asynchronous(self) -> Literal[True]: ...
 
+    def count_blocks(
+        self,
+        utilization: float,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        kv_cache_bytes: int | None = None,
+        num_blocks: int | None = None,
+    ) -> int:
+        """Blocks of each paged group that the device's memory has room for, no more than all sequences could ever use.
+
+        ``utilization`` is the share of the device's memory that may be taken in all, weights included;
+        ``kv_cache_bytes`` or ``num_blocks`` are the user's wish. Raises an error that names the bytes and the flag.
+        """
+        ...
+
     def enqueue(self, step: StepInputs, rows: SampleRows | None) -> Pending:
         """Start forward and, with ``rows``, sampling; return at once.
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "compile": "build the artifact ahead of time, serve nothing",
     "tune": "time candidate kernels of a model's shapes on this GPU",
+    "bench": "measure a model: latency, throughput, startup, kernels",
     "opt": "run passes over a graph and print it; why did it not fuse?",
     "collect-env": "what to put into a bug report",
 }
@@ -88,7 +89,9 @@ def _run(arguments: list[str]) -> int:
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="Show a traceback with an error.")
     args, rest = parser.parse_known_args(arguments[1:])
-    parser.refuse_unknown(rest)
+    getattr(args, "parser", parser).refuse_unknown(
+        rest
+    )  # a command with commands of its own says whose flags they are
     status: int = command.run(args)
     return status
 

@@ -72,7 +72,7 @@ class InProcessEngine:
                 "Ask for no more than that.",
                 "max_model_len",
             )
-        num_blocks = count_blocks(cache, model.groups, max_model_len=longest, max_num_seqs=max_num_seqs)
+        num_blocks = _count_blocks(model, cache, longest, max_num_seqs)
         # Two steps may be under way: one runs, one is scheduled.
         chunk = min(scheduler.max_prefill_chunk or longest, scheduler.max_num_batched_tokens)
         chunk = chunk if widest is None else min(chunk, widest.max_query)
@@ -248,6 +248,19 @@ class InProcessEngine:
 def widest_bucket(buckets: tuple[Bucket, ...]) -> Bucket | None:
     """The bucket that bounds every step: the one with most tokens, then most sequences. None = no bounds."""
     return max(buckets, key=lambda b: (b.tokens, b.sequences, b.rows, b.max_query), default=None)
+
+
+def _count_blocks(model: Executable, cache: CacheConfig, longest: int, max_num_seqs: int) -> int:
+    """Blocks that the executable's memory, or else the host's, has room for."""
+    if not is_asynchronous(model):
+        return count_blocks(cache, model.groups, max_model_len=longest, max_num_seqs=max_num_seqs)
+    return model.count_blocks(
+        cache.memory_utilization,
+        max_num_seqs,
+        longest,
+        kv_cache_bytes=cache.kv_cache_bytes,
+        num_blocks=cache.num_blocks,
+    )
 
 
 def _fit(longest: int, pool: BlockPool, *, must_hold: bool) -> int:

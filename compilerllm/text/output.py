@@ -34,6 +34,7 @@ class SequenceText:
         eos_token_ids: tuple[int, ...],
         stops: StopStrings | None,
     ) -> None:
+        self._tokens_only = not params.detokenize
         self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens, prompt)
         self._include = params.include_stop_str_in_output
         self._stops = StopMatcher(stops, self._include) if stops is not None else None
@@ -43,6 +44,9 @@ class SequenceText:
 
     def add(self, delta: Delta) -> TextDelta:
         token_ids = delta.token_ids
+        if self._tokens_only:
+            self.num_tokens += len(token_ids)
+            return TextDelta("", token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason)
         shown = len(token_ids)
         if (
             delta.finish_reason == "stop"

@@ -44,6 +44,17 @@ class FakeDevice(FakeModel):
 
     asynchronous: Literal[True] = True
 
+    def count_blocks(
+        self,
+        utilization: float,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        kv_cache_bytes: int | None = None,
+        num_blocks: int | None = None,
+    ) -> int:
+        return num_blocks or max_num_seqs * max_model_len // self.groups[0].block_size
+
     def allocate(self, num_blocks: int, max_num_seqs: int) -> SamplingTables:
         super().allocate(num_blocks, max_num_seqs)  # self.tables are the device's
         self.queue: deque[QueuedStep] = deque()
