@@ -231,7 +231,8 @@ class Experts:
 
     def _align(self, listed: dict[str, Typed], bm: int) -> None:
         shared: dict[str, Arg] = {"ids": self.ids, "meta": self.meta, "rows": self.rows}
-        constants = {"TOP": self.top, "E2": power_of_two(self.count), "COUNT": self.entry}
+        experts = power_of_two(self.count)
+        constants = {"TOP": self.top, "E2": experts, "COUNT": self.entry}
         if self.slots <= ALIGNED_AT_ONCE:
             self.e.launch(
                 self.node, "align:align", (self.count, 1, 1), {**shared, **listed},
@@ -240,7 +241,7 @@ class Experts:
             )  # fmt: skip
             return
         chunks = -(-self.slots // CHUNK)
-        counts = self._memory(chunks * power_of_two(self.count) * 4, "i32")
+        counts = self._memory(chunks * experts * 4, "i32")
         self.e.launch(
             self.node,
             "align:count_chunks",
@@ -250,7 +251,7 @@ class Experts:
         )
         self.e.launch(
             self.node, "align:place_chunks", (chunks, 1, 1), {**shared, **listed, "counts": counts, "chunks": chunks},
-            constants | {"BM": bm, "CHUNK": CHUNK, "STEP": 32, "PART": 32}, num_warps=8,
+            constants | {"BM": bm, "CHUNK": CHUNK, "STEP": 16, "PART": max(4, min(32, 4096 // experts))}, num_warps=8,
         )  # fmt: skip
 
     def _memory(self, nbytes: int, dtype: str) -> Typed:

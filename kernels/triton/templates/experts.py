@@ -145,8 +145,10 @@ def grouped_gate_up(
     block = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if block < tl.load(used):
-        expert = tl.load(owners + block).to(tl.int64)
+    expert = tl.load(owners + block).to(
+        tl.int64
+    )  # asked for in the condition too, so both are loaded at once
+    if (block < tl.load(used)) & (expert >= 0):
         slot = tl.load(slots + block * BM + tl.arange(0, BM))
         real = (slot >= 0)[:, None]
         k = tl.arange(0, BK)
@@ -189,8 +191,10 @@ def grouped_down(
     block = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if block < tl.load(used):
-        expert = tl.load(owners + block).to(tl.int64)
+    expert = tl.load(owners + block).to(
+        tl.int64
+    )  # asked for in the condition too, so both are loaded at once
+    if (block < tl.load(used)) & (expert >= 0):
         slot = tl.load(slots + block * BM + tl.arange(0, BM))
         real = slot >= 0
         k = tl.arange(0, BK)
