@@ -60,7 +60,7 @@ def finish_program(draft: ProgramDraft, cubins: Mapping[KernelSource, Cubin] | N
                 numbers[key] = len(kernels)
                 kernels.append(_kernel(call, cubins))
             args = tuple(_fixed(a, emitted.memory) for a in call.args)
-            launches.append(Launch(numbers[key], call.grid, args, call.label))
+            launches.append(Launch(numbers[key], call.grid, args, call.label, call.cost))
         check_launches(launches, kernels)
         plans.append(Plan(emitted.bucket, arena, tuple(launches)))
     return Program(tuple(kernels), tuple(plans), max((b.counters for b in draft.buckets), default=0))

@@ -14,12 +14,13 @@ import sympy
 
 from compilerllm.ir.dims import Dim, dim, substitute
 from compilerllm.ir.graph import Graph, Module, Node, Value
+from compilerllm.ir.op import lookup
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import print_node
 from compilerllm.ir.types import StateType, StepType
 from compilerllm.kernels.cpu.refs import VIEW_OPS, Ref, dense_strides, merge_axes, view
 from compilerllm.kernels.errors import UnsupportedByTarget
-from compilerllm.kernels.launch.gpu.program import Extent, Pointer
+from compilerllm.kernels.launch.gpu.program import NO_COST, Cost, Extent, Pointer
 from compilerllm.kernels.spec import KernelSpec
 from compilerllm.kernels.triton.source import ConstValue, KernelSource, argument_names
 from compilerllm.kernels.triton.target import CudaTarget
@@ -96,6 +97,7 @@ class Call:
     node: int  # index of the node in the flat graph
     label: str
     spec: KernelSpec
+    cost: Cost = NO_COST
 
 
 @dataclass(eq=False)
@@ -317,6 +319,7 @@ class BucketEmitter:
         *,
         num_warps: int = 4,
         num_stages: int = 3,
+        registers: int = 0,
     ) -> None:
         """Add one launch. Arguments go by name; PDL is added where the template has it."""
         names = argument_names(template)
@@ -334,13 +337,15 @@ class BucketEmitter:
                 types[name] = "fp32" if isinstance(value, float) else "i32"
         source = KernelSource.of(
             template, types, constants, num_warps=num_warps, num_stages=num_stages,
-            pdl=bool(constants.get("PDL")), unaligned=tuple(sorted(unaligned)),
+            pdl=bool(constants.get("PDL")), unaligned=tuple(sorted(unaligned)), registers=registers,
         )  # fmt: skip
         values = tuple(_value(args[n]) for n, _ in source.signature)
         config = {k: str(v) for k, v in source.constexprs} | {
             "num_warps": str(num_warps),
             "num_stages": str(num_stages),
         }
+        if registers:
+            config["registers"] = str(registers)
         spec = KernelSpec.of(node, self.module, self.target.name, template, config)
         self._add(node, source, "", tuple(t for _, t in source.signature), (), grid, values, spec)
 
@@ -366,7 +371,11 @@ class BucketEmitter:
         x, y, z = (*grid, 1, 1, 1)[:3]
         path = node.origin.path
         label = f"{print_node(node).strip()[:160]}" + (f"  [{path}]" if path else "")
-        self.out.calls.append(Call(source, library, types, fixed, (x, y, z), args, self._node, label, spec))
+        first = not self.out.calls or self.out.calls[-1].node != self._node
+        cost = node_cost(node, self._bounds) if first else NO_COST
+        self.out.calls.append(
+            Call(source, library, types, fixed, (x, y, z), args, self._node, label, spec, cost)
+        )
 
     def choose(
         self, node: Node, family: str, problem: Mapping[str, int | str], candidates: Sequence[dict[str, Any]]
@@ -418,6 +427,37 @@ class BucketEmitter:
                 )
             run(self, node)
         return self.out
+
+
+# Ops that read of a table only the rows they need.
+_GATHERS = frozenset(("embedding", "gather_rows"))
+
+
+def node_cost(node: Node, bounds: Mapping[str, Dim]) -> Cost:
+    """Bytes and operations of a node at the bucket's bounds. Experts: those that so many tokens hit on average, if routing
+    is uniform."""
+    operands = [v for v in node.operands if isinstance(v.type, TensorType)]
+    read = operands[:1] if node.op in _GATHERS else operands
+
+    def number(size: Dim, context: int = 0) -> float:
+        return float(substitute(size, {**bounds, "C": context}))
+
+    nbytes = sum(number(v.tensor.nbytes) for v in (*read, *node.outputs))
+    flops = lookup(node.op).flops(node)
+    if node.op in _GATHERS:
+        nbytes += number(node.output.tensor.nbytes)
+    if node.op == "experts":
+        weights = [v for v in operands if len(v.shape) == 3]
+        tokens, count = number(operands[0].shape[0]), number(weights[0].shape[0])
+        top = number(operands[1].shape[1])
+        missed = (1 - top / count) ** tokens
+        nbytes -= missed * sum(number(v.tensor.nbytes) for v in weights)
+    base, with_one = number(flops), number(flops, 1)
+    context_bytes = 0.0
+    if node.op == "paged_attention":
+        state = node.operand(1).state
+        context_bytes = 2.0 * state["heads"] * state["dim"] * ITEM_BYTES[state.dtype]
+    return Cost(nbytes, base, context_bytes, with_one - base)
 
 
 def _value(arg: Arg) -> Pointer | Extent | int | float:

@@ -5,7 +5,7 @@ pointers name to memory, and ``arguments`` turns a launch into the values a kern
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Literal
 
 from compilerllm.ir.step import Bucket
@@ -78,22 +78,39 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a node must do at the bucket's upper bounds: bytes to and from memory, operations, and of both the part that
+    each token of context adds (``context_*``; the contexts of all sequences for bytes, of all queries for flops)."""
+
+    nbytes: float = 0.0
+    flops: float = 0.0
+    context_bytes: float = 0.0
+    context_flops: float = 0.0
+
+
+NO_COST = Cost()
+
+
+@dataclass(frozen=True)
 class Launch:
-    """One kernel, run once. ``node`` is the IR node and module it came from, for errors and profiles."""
+    """One kernel, run once. ``node`` is the IR node and module it came from, for errors and profiles; its cost stands at
+    the node's first launch."""
 
     kernel: int  # index into the program's kernels
     grid: Grid
     args: tuple[Argument, ...]
     node: str = ""
+    cost: Cost = NO_COST
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The launches of one bucket. ``reads_weights`` bytes are what a step of it reads of parameters at least."""
+    """The launches of one bucket. ``variant`` tells plans of one bucket apart, in a sampling program."""
 
     bucket: Bucket
     arena_bytes: int
     launches: tuple[Launch, ...]
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,8 +132,15 @@ class Program:
                 {
                     "bucket": asdict(p.bucket),
                     "arena_bytes": p.arena_bytes,
+                    "variant": p.variant,
                     "launches": [
-                        [x.kernel, [_pack(g) for g in x.grid], [_pack(a) for a in x.args], x.node]
+                        [
+                            x.kernel,
+                            [_pack(g) for g in x.grid],
+                            [_pack(a) for a in x.args],
+                            x.node,
+                            astuple(x.cost),
+                        ]
                         for x in p.launches
                     ],
                 }
@@ -146,8 +170,8 @@ class Program:
             Plan(
                 Bucket(**p["bucket"]), p["arena_bytes"],
                 tuple(
-                    Launch(k, _grid(grid), tuple(_unpack(a) for a in args), node)
-                    for k, grid, args, node in p["launches"]
+                    Launch(k, _grid(grid), tuple(_unpack(a) for a in args), node, Cost(*cost) if any(cost) else NO_COST)
+                    for k, grid, args, node, cost in p["launches"]
                 ),
             )
             for p in entry["plans"]
