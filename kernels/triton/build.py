@@ -64,6 +64,8 @@ def compile_source(source: KernelSource, capability: int) -> tuple[bytes, dict[s
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
     if source.pdl:
         options["launch_pdl"] = True
+    if source.registers:
+        options["maxnreg"] = source.registers
     try:
         compiled = triton.compile(
             ASTSource(fn=fn, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=attrs),

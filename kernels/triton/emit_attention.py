@@ -266,8 +266,16 @@ def prefill_candidates(e: BucketEmitter, dtype: str, group: int, dim: int) -> li
             (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3),
             (128, 32, 8, 1), (64, 32, 4, 1),
         ]  # fmt: skip
-    made = [{"BM": m, "BN": n, "warps": w, "stages": s} for m, n, w, s in shapes if m >= group]
-    return fitting(e, dtype, 0, dim, made)
+    made = [
+        {"BM": m, "BN": n, "warps": w, "stages": s, "registers": 0} for m, n, w, s in shapes if m >= group
+    ]
+    # two programs on a multiprocessor, one's softmax beside the other's products, at the price of a few spills
+    shared = [
+        c | {"registers": 128}
+        for c in made
+        if dtype != "f32" and c["BM"] * dim <= 128 * 128 and c["warps"] == 8
+    ]
+    return fitting(e, dtype, 0, dim, made + [c for c in shared if c["BN"] <= 64])
 
 
 @emitter("paged_attention")
@@ -355,7 +363,7 @@ def prefill(e: BucketEmitter, node: Node) -> None:
             "Q_STRIDE": source.stride, "OUT_STRIDE": to.stride, "BQ": queries, "BM": chosen["BM"], "BN": chosen["BN"],
             "STEPS": (e.bucket.sequences - 1).bit_length(),
         },
-        num_warps=chosen["warps"], num_stages=chosen["stages"],
+        num_warps=chosen["warps"], num_stages=chosen["stages"], registers=chosen["registers"],
     )  # fmt: skip
 
 
@@ -380,5 +388,5 @@ def attention(e: BucketEmitter, node: Node) -> None:
             "BM": chosen["BM"], "BN": chosen["BN"], "DV": width, "DVP": max(16, pow2(width)),
             "CAUSAL": bool(node.attrs["causal"]),
         },
-        num_warps=chosen["warps"], num_stages=chosen["stages"],
+        num_warps=chosen["warps"], num_stages=chosen["stages"], registers=chosen["registers"],
     )  # fmt: skip

@@ -17,7 +17,7 @@ from compilerllm.ir.graph import Graph, Module, Node, Value
 from compilerllm.ir.op import lookup
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import print_node
-from compilerllm.ir.types import StateType, StepType
+from compilerllm.ir.types import StateType, StepType, TensorType
 from compilerllm.kernels.cpu.refs import VIEW_OPS, Ref, dense_strides, merge_axes, view
 from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.kernels.launch.gpu.program import NO_COST, Cost, Extent, Pointer

@@ -19,7 +19,8 @@ class KernelSource:
     """``template`` is "module:function" in ``templates`` (or a generated module's, see ``generated``).
 
     signature: run-time arguments in the function's order, with Triton's type names; pointers are promised to be
-    16-byte aligned, but for those in ``unaligned``. constexprs: all the others.
+    16-byte aligned, but for those in ``unaligned``. constexprs: all the others. registers: the most a thread may have,
+    so that more programs share a multiprocessor; 0 leaves it to the compiler.
     """
 
     template: str
@@ -29,6 +30,7 @@ class KernelSource:
     num_stages: int = 3
     pdl: bool = False
     unaligned: tuple[str, ...] = ()
+    registers: int = 0
 
     @staticmethod
     def of(
@@ -40,6 +42,7 @@ class KernelSource:
         num_stages: int = 3,
         pdl: bool = False,
         unaligned: tuple[str, ...] = (),
+        registers: int = 0,
     ) -> "KernelSource":
         """Orders arguments as the function does. Raises ``TypeError`` where one is missing or unknown."""
         names = argument_names(template)
@@ -51,6 +54,7 @@ class KernelSource:
         return KernelSource(
             template, tuple((n, types[n]) for n in names if n in types),
             tuple((n, constexprs[n]) for n in names if n in constexprs), num_warps, num_stages, pdl, unaligned,
+            registers,
         )  # fmt: skip
 
     def key(self, *tools: str) -> str:
