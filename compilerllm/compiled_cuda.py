@@ -6,6 +6,7 @@ where they were sampled, and results come back behind an event.
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -62,11 +63,12 @@ DEFAULT_OPTIONS = CudaOptions()
 class CudaPending:
     """A step on its way."""
 
-    def __init__(self, finish: Callable[[], Sampled | None]) -> None:
-        self._finish = finish
+    def __init__(self, backend: Backend, finish: Callable[[], Sampled | None]) -> None:
+        self._backend, self._finish = backend, finish
 
     def result(self) -> Sampled | None:
         """Wait for the step. Raises ``KernelFault`` where a kernel failed."""
+        self._backend.attach()
         return self._finish()
 
 
@@ -101,6 +103,7 @@ class CudaModel:
         self._params: Mapping[str, int] = {}
         self._plans: dict[int, BoundPlan] = {}
         self.graphs = GraphSet()
+        self.start_seconds: dict[str, float] = {}  # where the start went
         self._last: tuple[int, int] | None = None  # bucket and rows of the last step
 
     @staticmethod
@@ -126,9 +129,11 @@ class CudaModel:
             backend = CudaBackend(int(manifest["capability"]))
         model = CudaModel(folder, manifest, backend, options)
         made_up = options.made_up_on_device and isinstance(source, DummySource)
+        start = time.perf_counter()
         model._weights, model._params = load_parameters(
             backend, model.placement, source, made_up=made_up, on_progress=on_progress
         )
+        model.start_seconds["weights"] = time.perf_counter() - start
         model._reserve()
         return model
 
@@ -208,7 +213,7 @@ class CudaModel:
             if kv_cache_bytes > budget:
                 raise memory.NoRoomForStates(
                     f"--kv-cache-bytes asks for {kv_cache_bytes / 2**20:,.0f} MiB, {budget / 2**20:,.0f} MiB of GPU memory "
-                    "are left. Lower it, or raise --gpu-memory-utilization."
+                    "are left. Lower it, or raise --memory-utilization."
                 )
             budget = kv_cache_bytes
         return memory.count_blocks(budget, self.groups, max_num_seqs, max_model_len, num_blocks)
@@ -218,6 +223,7 @@ class CudaModel:
     ) -> SamplingTables:
         """Reserve ``num_blocks`` KV blocks in each group and the sampling tables, then capture the graphs. Once."""
         backend = self._backend
+        backend.attach()
         sizes = [memory.state_block_bytes(s) * num_blocks for s in self.manifest["states"]]
         starts = np.cumsum([0, *(-(-size // 256) * 256 for size in sizes)]).tolist()
         self._states = backend.allocate(starts[-1], "KV cache")
@@ -237,10 +243,11 @@ class CudaModel:
 
     def _capture(self, on_capture: OnCapture | None) -> None:
         """Run every captured bucket once on an empty step, launch by launch, then capture them all."""
-        self._stage.clear()
+        start = time.perf_counter()
         recipes = []
         for bucket in self._captured:
             plan, b = self._plan(bucket), self.buckets[bucket]
+            self._stage.send_empty(bucket, _size(b)[:3])
             plan.run_checked(self._backend.synchronize)
             recipes.append(Recipe(bucket, "", b.tokens, plan.nodes, plan.run))
             if b.max_query > 1:
@@ -251,7 +258,9 @@ class CudaModel:
                 both = partial(_in_order, plan.run, sample)
                 recipes.append(Recipe(bucket, variant, b.tokens, plan.nodes + SAMPLING_NODES, both))
         self._backend.synchronize()
+        first = time.perf_counter()
         self.graphs.capture(self._backend, recipes, on_capture)
+        self.start_seconds |= {"first runs": first - start, "capture": time.perf_counter() - first}
 
     def _row_slots(self, bucket: int) -> int:
         return self._stage.address + self._stage.offsets(bucket)["row_slots"]
@@ -286,6 +295,7 @@ class CudaModel:
 
         Raises ``StepTooLarge``, and ``KernelFault`` where the device has failed.
         """
+        self._backend.attach()
         bucket = self.bucket_of(step)
         variant = self.sampler.prepare(rows) if rows is not None else ""
         replay = self.graphs.find(bucket, variant) if variant else None
@@ -303,10 +313,10 @@ class CudaModel:
         if rows is None:
             mark = next(self._ends)
             mark.record()
-            return CudaPending(mark.wait)
+            return CudaPending(self._backend, mark.wait)
         if not joined:
             self.sampler.run(rows, self._row_slots(bucket))
-        return CudaPending(self.sampler.collect(rows))
+        return CudaPending(self._backend, self.sampler.collect(rows))
 
     def _run(self, bucket: int, sizes: tuple[int, int, int]) -> None:
         """Launch by launch, at the step's own sizes."""
@@ -323,6 +333,7 @@ class CudaModel:
 
     def sample(self, rows: SampleRows) -> Sampled:
         """Choose tokens from the last step's logits."""
+        self._backend.attach()
         bucket, count = self._ran()
         self.sampler.prepare(rows)
         self._stage.send_row_slots(bucket, rows.slots, count)
@@ -331,6 +342,7 @@ class CudaModel:
 
     def logits(self) -> Float32:
         """The last step's logits [R, V]."""
+        self._backend.attach()
         _, count = self._ran()
         size = count * self.vocab_size
         nbytes = size * self._logits_dtype.itemsize

@@ -104,6 +104,9 @@ class InterpretedBackend:
         self._taken = 0
         self._allocations = Allocations()
 
+    def attach(self) -> None:
+        """Any thread will do."""
+
     def run_to(self, at: int) -> None:
         """Run what is queued up to a point."""
         while self.done < at:

@@ -166,7 +166,7 @@ def test_memory_budget(tmp_path: Path) -> None:
     blocks = model.count_blocks(0.9, 4, 128)
     assert blocks == 4 * 4  # no more than four sequences of 128 tokens use
     assert model.count_blocks(0.9, 4, 128, kv_cache_bytes=1024) == 4
-    with pytest.raises(NoRoomForStates, match=r"--gpu-memory-utilization 0\.01"):
+    with pytest.raises(NoRoomForStates, match=r"--memory-utilization 0\.01"):
         model.count_blocks(0.01, 4, 128)
     with pytest.raises(NoRoomForStates, match="--num-blocks"):
         model.count_blocks(0.9, 4, 128, num_blocks=1 << 20)

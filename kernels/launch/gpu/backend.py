@@ -5,6 +5,7 @@ Everything is given to one stream, in order. ``CudaBackend`` is the GPU; Triton'
 """
 
 import bisect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +61,10 @@ class Backend(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    def attach(self) -> None:
+        """Make the calling thread one that may use the device. Before anything else, in each thread; costs little."""
+        ...
 
     def allocate(self, nbytes: int, what: str) -> torch.Tensor:
         """Device memory, uint8, aligned to 256 bytes, not cleared. Raises ``DeviceOutOfMemory``."""
@@ -203,6 +208,13 @@ class CudaBackend:
         self._pool = torch.cuda.graph_pool_handle()
         self._allocations = Allocations()
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._context = self.driver.check(self.driver.api.cuCtxGetCurrent(), "finding the context")
+        self._thread = threading.local()
+
+    def attach(self) -> None:
+        if not getattr(self._thread, "attached", False):
+            self.driver.check(self.driver.api.cuCtxSetCurrent(self._context), "entering the context")
+            self._thread.attached = True
         self.do(lambda: None)
 
     def allocate(self, nbytes: int, what: str) -> torch.Tensor:
@@ -249,11 +261,21 @@ class CudaBackend:
             finally:
                 graph.capture_end()
         self._graphs.append(graph)
-        handle, stream, api = graph.raw_cuda_graph_exec(), self.stream, self.driver.api
-        exec_handle = api.CUgraphExec(handle)
+        return self._replay(graph)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+        if not hasattr(graph, "raw_cuda_graph_exec"):  # torch before it had one: by its own call
+
+            def replay_by_torch() -> None:
+                with torch.cuda.stream(self._torch_stream):
+                    graph.replay()
+
+            return replay_by_torch
+        api, stream = self.driver.api, self.stream
+        handle = api.CUgraphExec(graph.raw_cuda_graph_exec())
 
         def replay() -> None:
-            if code := int(api.cuGraphLaunch(exec_handle, stream)[0]):
+            if code := int(api.cuGraphLaunch(handle, stream)[0]):
                 raise self.driver.error(code, "launching a step's graph")
 
         return replay

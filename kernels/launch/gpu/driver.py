@@ -150,7 +150,7 @@ class Driver:
     def error(self, code: int, what: str) -> CudaError:
         """The error for a CUresult; ``what`` failed."""
         if code == _OUT_OF_MEMORY:
-            return DeviceOutOfMemory(f"{what}: the GPU is out of memory. Lower --gpu-memory-utilization.")
+            return DeviceOutOfMemory(f"{what}: the GPU is out of memory. Lower --memory-utilization.")
         if code in _STICKY:
             return KernelFault(f"{what}: {self.describe(code)}. The GPU's context is lost; start again.")
         return CudaError(f"{what}: {self.describe(code)}")

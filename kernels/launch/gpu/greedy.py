@@ -90,7 +90,7 @@ class GreedySampler:
         def sample() -> None:
             chosen = torch.argmax(self._logits[:bucket_rows], dim=1).to(torch.int32)
             self._ids[:bucket_rows].copy_(chosen)
-            place = torch.where(slots < 0, self._slots, slots).to(torch.int64)
+            place = slots.to(torch.int64).remainder(self._slots + 1)  # -1 is the row behind the last slot
             self._last_token.index_copy_(0, place, chosen)
 
         return lambda: self._backend.do(sample)

@@ -74,9 +74,9 @@ def state_budget(total: int, free: int, utilization: float, to_come: int) -> int
     budget = int(total * utilization) - (total - free) - to_come
     if budget <= 0:
         raise NoRoomForStates(
-            f"no GPU memory is left for KV blocks: {total / 2**20:,.0f} MiB x --gpu-memory-utilization {utilization} less "
+            f"no GPU memory is left for KV blocks: {total / 2**20:,.0f} MiB x --memory-utilization {utilization} less "
             f"{(total - free) / 2**20:,.0f} MiB in use and {to_come / 2**20:,.0f} MiB for graphs and workspaces. Raise "
-            "--gpu-memory-utilization, lower --max-num-batched-tokens or --max-num-seqs, or free memory (nvidia-smi shows "
+            "--memory-utilization, lower --max-num-batched-tokens or --max-num-seqs, or free memory (nvidia-smi shows "
             "who has it)."
         )
     return budget
@@ -96,13 +96,13 @@ def count_blocks(
         if asked * per_block > budget:
             raise NoRoomForStates(
                 f"--num-blocks {asked} takes {asked * per_block / 2**20:,.0f} MiB, {budget / 2**20:,.0f} MiB of GPU memory "
-                f"are left: room for {budget // per_block}. Lower it, or raise --gpu-memory-utilization."
+                f"are left: room for {budget // per_block}. Lower it, or raise --memory-utilization."
             )
         return asked
     blocks = min(budget // per_block, max_num_seqs * -(-max_model_len // BLOCK_SIZE))
     if blocks < 1:
         raise NoRoomForStates(
             f"{budget / 2**20:,.0f} MiB of GPU memory hold no KV block of {per_block / 2**20:,.2f} MiB. Raise "
-            "--gpu-memory-utilization, or lower --max-num-batched-tokens."
+            "--memory-utilization, or lower --max-num-batched-tokens."
         )
     return blocks

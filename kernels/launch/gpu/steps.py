@@ -110,12 +110,12 @@ class StepStage:
             self._backend.upload(self.address, source, head)
         self._tables, self._bucket = tables, bucket
 
-    def clear(self) -> None:
-        """Make the device's copy an empty step: no tokens, no sequences. For first runs before any step."""
-        self._tables, self._bucket = None, -1
-        self._arrays[0][:] = 0
-        self._backend.upload(self.address, self._ring[0].data_ptr(), self.nbytes)
-        self._backend.synchronize()
+    def send_empty(self, bucket: int, sizes: tuple[int, int, int]) -> None:
+        """A step of nothing but padding, for first runs."""
+        none = np.empty(0, np.int32)
+        tables = np.empty((self._groups, 0, 1), np.int32)
+        start = np.zeros(1, np.int32)
+        self.send(bucket, StepInputs(none, none, start, none, tables, none, none, none), none, sizes)
 
     def offsets(self, bucket: int) -> Mapping[str, int]:
         """Bytes from ``address`` to each field."""

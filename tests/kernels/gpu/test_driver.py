@@ -130,7 +130,7 @@ def test_errors_tell_lost_contexts_from_others() -> None:
     driver = Driver(FakeApi())
     assert isinstance(driver.error(700, "a step"), KernelFault)
     assert type(driver.error(1, "a step")) is CudaError
-    assert "--gpu-memory-utilization" in str(driver.error(2, "a step"))
+    assert "--memory-utilization" in str(driver.error(2, "a step"))
     with pytest.raises(KernelFault, match=r"CUDA_ERROR_719.*context is lost"):
         Driver(FakeApi(cuStreamSynchronize=719)).synchronize(1)
 

@@ -14,7 +14,8 @@ import torch
 from compilerllm.artifact import read_manifest, write_manifest
 from compilerllm.ir.step import Bucket, SampleRows, StepInputs
 from compilerllm.kernels.launch.gpu.program import Extent, Kernel, Launch, Plan, Pointer, Program
-from compilerllm.kernels.triton.source import generated
+from compilerllm.kernels.triton.build import compile_source
+from compilerllm.kernels.triton.source import KernelSource, generated
 
 VOCAB = 16
 BLOCK = 32
@@ -24,8 +25,11 @@ import triton.language as tl
 
 
 @triton.jit
-def write(token_ids, last_token, query_start, seq_lens, table, state, meta, S):
+def write(token_ids, last_token, query_start, seq_lens, table, state, meta, S, PDL: tl.constexpr):
     """state[block, 0, 0, offset, 0] = the token, for each real one."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0)
     if t < tl.load(meta):
         token = tl.load(token_ids + t)
@@ -41,8 +45,11 @@ def write(token_ids, last_token, query_start, seq_lens, table, state, meta, S):
 
 
 @triton.jit
-def read(query_start, seq_lens, table, state, meta, embedding, out, S, V: tl.constexpr):
+def read(query_start, seq_lens, table, state, meta, embedding, out, S, V: tl.constexpr, PDL: tl.constexpr):
     """out[t] = embedding[(sum of the context up to t) % V]."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0)
     d = tl.arange(0, V)
     if t < tl.load(meta):
@@ -60,7 +67,10 @@ def read(query_start, seq_lens, table, state, meta, embedding, out, S, V: tl.con
 
 
 @triton.jit
-def gather(rows, x, out, scale, V: tl.constexpr):
+def gather(rows, x, out, scale, V: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     r = tl.program_id(0)
     d = tl.arange(0, V)
     tl.store(out + r * V + d, tl.load(x + tl.load(rows + r) * V + d) * scale)
@@ -68,22 +78,44 @@ def gather(rows, x, out, scale, V: tl.constexpr):
 STATE = {"name": "kv", "kind": "paged_kv", "dtype": "f32", "heads": 1, "dim": 1, "group": 0}
 
 
-def make_program(buckets: Sequence[Bucket]) -> Program:
-    """The program for these buckets; its kernels have no cubins."""
+I32, F32 = "*i32", "*fp32"
+# By function: run-time arguments, and constants.
+KERNELS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
+    "write": (
+        {"token_ids": I32, "last_token": I32, "query_start": I32, "seq_lens": I32, "table": I32, "state": F32, "meta": I32,
+         "S": "i32"}, {},
+    ),
+    "read": (
+        {"query_start": I32, "seq_lens": I32, "table": I32, "state": F32, "meta": I32, "embedding": F32, "out": F32,
+         "S": "i32"}, {"V": VOCAB},
+    ),
+    "gather": ({"rows": I32, "x": F32, "out": F32, "scale": "fp32"}, {"V": VOCAB}),
+}  # fmt: skip
+
+
+def make_kernels(folder: Path | None, pdl: bool = False) -> tuple[Kernel, ...]:
+    """The kernels, compiled for sm_90 into ``folder/kernels``; with None they have no cubins."""
     module = generated(TEXT)
-    i32, f32 = "*i32", "*fp32"
-    kernels = (
-        Kernel("write", "k0", f"{module}:write", (i32, i32, i32, i32, i32, f32, i32, "i32")),
-        Kernel(
-            "read",
-            "k1",
-            f"{module}:read",
-            (i32, i32, i32, f32, i32, f32, f32, "i32"),
-            constexprs=(("V", VOCAB),),
-        ),
-        Kernel("gather", "k2", f"{module}:gather", (i32, f32, f32, "fp32"), constexprs=(("V", VOCAB),)),
-        Kernel("", "", "library:matmul", (f32, f32, f32, "i32"), constexprs=(("k", VOCAB), ("n", VOCAB))),
-    )
+    made = []
+    for name, (types, constants) in KERNELS.items():
+        template = f"{module}:{name}"
+        if folder is None:
+            given = tuple({**constants, "PDL": False}.items())
+            made.append(Kernel(name, "", template, tuple(types.values()), constexprs=given))
+        else:
+            source = KernelSource.of(template, types, {**constants, "PDL": pdl}, num_warps=1, pdl=pdl)
+            code, meta = compile_source(source, 90)
+            (folder / "kernels").mkdir(exist_ok=True)
+            (folder / f"kernels/{source.key()}.cubin").write_bytes(code)
+            made.append(
+                Kernel(meta["name"], source.key(), template, tuple(types.values()), 1, meta["shared"], pdl)
+            )
+    matmul = Kernel("", "", "library:matmul", (F32, F32, F32, "i32"), constexprs=(("k", VOCAB), ("n", VOCAB)))
+    return (*made, matmul)
+
+
+def make_program(buckets: Sequence[Bucket], kernels: tuple[Kernel, ...]) -> Program:
+    """The program for these buckets."""
     plans = []
     for b in buckets:
         x, rows = Pointer("arena"), Pointer("arena", "", b.tokens * VOCAB * 4)
@@ -128,9 +160,15 @@ class IdentitySource:
         return torch.eye(VOCAB)[start:stop]
 
 
-def write_artifact(folder: Path, buckets: Sequence[Bucket], max_model_len: int = 128) -> dict[str, Any]:
-    """An artifact of the program; gives its manifest as it is read back."""
-    (folder / "program.json").write_text(json.dumps(make_program(buckets).to_json()))
+def write_artifact(
+    folder: Path,
+    buckets: Sequence[Bucket],
+    max_model_len: int = 128,
+    kernels: tuple[Kernel, ...] | None = None,
+) -> dict[str, Any]:
+    """An artifact of the program; gives its manifest as it is read back. Without ``kernels`` it is for the interpreter."""
+    program = make_program(buckets, kernels or make_kernels(None))
+    (folder / "program.json").write_text(json.dumps(program.to_json()))
     write_manifest(
         folder,
         {
