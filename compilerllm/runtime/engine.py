@@ -279,18 +279,30 @@ def _fit(longest: int, pool: BlockPool, *, must_hold: bool) -> int:
 def _delta(seq: Sequence) -> Delta:
     """What is new of ``seq``, with the figures of its start the first time."""
     tokens, seq.new_tokens = seq.new_tokens, []
-    logprobs, seq.new_logprobs = seq.new_logprobs, []
+    logprobs, seq.new_logprobs = seq.new_logprobs or None, []
+    if logprobs is None and seq.params.logprobs is not None:
+        logprobs = []
+    if seq.reported:
+        return Delta(
+            request_id=seq.request_id,
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            error=seq.error,
+            num_preemptions=seq.num_preemptions,
+        )
+    seq.reported = True
     start = seq.first_scheduled
-    told, seq.reported = seq.reported, True
     return Delta(
         request_id=seq.request_id,
         token_ids=tokens,
-        logprobs=logprobs if seq.params.logprobs is not None else None,
+        logprobs=logprobs,
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
         error=seq.error,
-        num_cached_tokens=0 if told else seq.cached_tokens,
+        num_cached_tokens=seq.cached_tokens,
         num_preemptions=seq.num_preemptions,
-        queue_seconds=0.0 if told or start is None else max(0.0, start - seq.request.arrival_time),
-        prefill_seconds=0.0 if told or start is None or seq.first_token is None else seq.first_token - start,
+        queue_seconds=0.0 if start is None else max(0.0, start - seq.request.arrival_time),
+        prefill_seconds=0.0 if start is None or seq.first_token is None else seq.first_token - start,
     )

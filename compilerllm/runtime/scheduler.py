@@ -103,8 +103,9 @@ class Scheduler:
         """The next step, or None if nothing can run until a running step is committed."""
         self._step_number += 1
         step = Step(self._step_number)
-        starved = self._schedule_decodes(step)
-        starved = self._schedule_prefills(step) or starved
+        starved, lacking = self._schedule_decodes(step)
+        if lacking:
+            starved = self._schedule_prefills(step) or starved
         if not starved and not self._leaving:
             self._admit_waiting(step)
         if not step.chunks:
@@ -113,9 +114,12 @@ class Scheduler:
             chunk.seq.in_flight += 1
         return step
 
-    def _schedule_decodes(self, step: Step) -> bool:
-        """One token, and drafts, of every sequence that lacks no more. Returns whether blocks ran out."""
-        chunks, number, starved = step.chunks, step.number, False
+    def _schedule_decodes(self, step: Step) -> tuple[bool, bool]:
+        """One token, and drafts, of every sequence that lacks no more.
+
+        Returns whether blocks ran out, and whether any sequence may lack more than one token.
+        """
+        chunks, number, starved, lacking = step.chunks, step.number, False, False
         rows, tokens = self._max_rows, self._max_tokens
         index = 0
         while index < len(self.running):  # preemption removes later ones meanwhile
@@ -124,8 +128,10 @@ class Scheduler:
             start = seq.scheduled
             length = len(seq.tokens) + seq.pending
             if length - start != 1 or (seq.pending and length >= seq.limit):
+                lacking = lacking or length - start > 1
                 continue
             if tokens <= 0 or rows <= 0:
+                lacking = True
                 break
             drafts: list[int] | None = None
             if self._max_drafts and not seq.params.penalised:
@@ -144,7 +150,7 @@ class Scheduler:
             tokens -= samples
             rows -= samples
         step.num_tokens, step.num_rows = self._max_tokens - tokens, self._max_rows - rows
-        return starved
+        return starved, lacking
 
     def _propose(self, seq: Sequence, most: int) -> list[int] | None:
         """Drafts for ``seq``, none of them past its end."""
