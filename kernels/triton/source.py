@@ -4,9 +4,11 @@ import hashlib
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from compilerllm.kernels.triton import interpreter_library
@@ -66,6 +68,7 @@ class KernelSource:
         return digest.hexdigest()[:32]
 
 
+_TEMPLATES = Path(__file__).parent / "templates"
 _generated: dict[str, str] = {}  # module name -> source
 
 
@@ -76,19 +79,21 @@ def generated(text: str) -> str:
     return name
 
 
-def source_text(module: str) -> str:
-    """Source of a template module and, for those in the package, of all modules beside it (they call one another)."""
-    if module in _generated:
-        return _generated[module] + _package_text()
-    return _package_text()
+_IMPORT = re.compile(r"^from \.(\w+) import", re.M)
 
 
 @cache
-def _package_text() -> str:
-    from pathlib import Path
-
-    folder = Path(__file__).parent / "templates"
-    return "\0".join(p.read_text() for p in sorted(folder.glob("*.py")))
+def source_text(module: str) -> str:
+    """Source of a template module and of every module of the package that it imports, directly or not."""
+    found: dict[str, str] = {}
+    wanted = [module]
+    while wanted:
+        name = wanted.pop()
+        if name in found:
+            continue
+        found[name] = _generated[name] if name in _generated else (_TEMPLATES / f"{name}.py").read_text()
+        wanted += _IMPORT.findall(found[name])
+    return "\0".join(found[name] for name in sorted(found))
 
 
 @cache
