@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6
 Int64 = npt.NDArray[np.int64]
 SCRATCH_POINTERS = 2  # global and profile scratch follow a kernel's own arguments since Triton 3.5
 MAX_SHARED = 228 << 10  # bytes; more needs a launch attribute of its own
+_NO_SCRATCH = [0] * SCRATCH_POINTERS
 _WARP = 32
 _INTEGERS = frozenset({"i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64"})
 
@@ -92,65 +94,66 @@ class PackedPlan:
     ) -> None:
         self.plan, self.kernels = plan, kernels
         self._launch, self._stream, self._tensor, self._folder = launch, stream, tensor, folder
-        count = len(plan.launches)
         # One slot of 8 bytes for each argument, and its address: what kernelParams of a launch is a part of.
-        self._values = np.zeros(max(1, sum(len(x.args) + SCRATCH_POINTERS for x in plan.launches)), np.int64)
-        self._params = self._values.ctypes.data + 8 * np.arange(len(self._values), dtype=np.uint64)
-        self._configs = np.zeros(max(1, count), CONFIG)
+        slots: list[int] = []
+        grids: list[int] = []
+        shapes: list[tuple[int, int, int]] = []  # threads, shared bytes, whether it has the attribute
+        self._extents: dict[Extent, int] = {}
+        slot_of, grid_of = list[tuple[int, int]](), list[tuple[int, int]]()  # (place, extent)
+        self._starts: list[int] = []
+        self._functions = [functions[x.kernel] for x in plan.launches]
+        bits: dict[tuple[str, Any], int] = {}
+        for x in plan.launches:
+            kernel = kernels[x.kernel]
+            if len(x.args) != len(kernel.types):
+                raise ArtifactError(
+                    f"kernel {kernel.template} takes {len(kernel.types)} arguments, its launch gives {len(x.args)} ({x.node}). "
+                    "Build the artifact again."
+                )
+            self._starts.append(len(slots))
+            for type, arg in zip(kernel.types, x.args, strict=True):
+                if isinstance(arg, Pointer):
+                    slots.append(addresses.of(arg))
+                elif isinstance(arg, Extent):
+                    slot_of.append((len(slots), self._extents.setdefault(arg, len(self._extents))))
+                    slots.append(0)
+                else:
+                    if (type, arg) not in bits:
+                        bits[type, arg] = slot_value(type, arg)
+                    slots.append(bits[type, arg])
+            slots += _NO_SCRATCH
+            for axis in x.grid:
+                if isinstance(axis, Extent):
+                    grid_of.append((len(grids), self._extents.setdefault(axis, len(self._extents))))
+                    grids.append(0)
+                else:
+                    grids.append(axis)
+            shapes.append((_WARP * kernel.num_warps, kernel.shared, int(kernel.pdl)))
+        self._values = np.array(slots, np.int64)
+        self._params = self._values.ctypes.data + 8 * np.arange(len(slots), dtype=np.uint64)
         self._attribute = np.zeros(1, ATTRIBUTE)
         self._attribute["id"], self._attribute["value"][0, 0] = PROGRAMMATIC_STREAM_SERIALIZATION, 1
-        self._extents: dict[Extent, int] = {}
-        self._slots: list[tuple[int, int]] = []  # (slot, extent)
-        self._grids: list[tuple[int, int]] = []  # (word of the configurations, extent)
-        self._starts: list[int] = []
-        self._functions: list[int] = []
-        at = 0
-        for index, x in enumerate(plan.launches):
-            self._pack(index, at, x, kernels[x.kernel], functions[x.kernel], addresses)
-            at += len(x.args) + SCRATCH_POINTERS
-        self._slot_at, self._slot_of = _columns(self._slots)
-        self._grid_at, self._grid_of = _columns(self._grids)
+        self._grids = np.array(grids, np.int64)
+        self._configs = np.zeros(len(shapes), CONFIG)
+        shape = np.array(shapes, np.int64).reshape(-1, 3)
+        self._configs["block"] = 1
+        self._configs["block"][:, 0], self._configs["shared"] = shape[:, 0], shape[:, 1]
+        self._configs["count"], self._configs["stream"] = shape[:, 2], stream
+        self._configs["attributes"] = self._attribute.ctypes.data
+        self._slot_at, self._slot_of = _columns(slot_of)
+        self._grid_at, self._grid_of = _columns(grid_of)
         b = plan.bucket
         self.size({"T": b.tokens, "S": b.sequences, "R": b.rows})
-
-    def _pack(
-        self, index: int, at: int, x: Launch, kernel: Kernel, function: int, addresses: Addresses
-    ) -> None:
-        if len(x.args) != len(kernel.types):
-            raise ArtifactError(
-                f"kernel {kernel.template} takes {len(kernel.types)} arguments, its launch gives {len(x.args)} ({x.node}). "
-                "Build the artifact again."
-            )
-        for slot, (type, arg) in enumerate(zip(kernel.types, x.args, strict=True), at):
-            if isinstance(arg, Pointer):
-                self._values[slot] = addresses.of(arg)
-            elif isinstance(arg, Extent):
-                self._slots.append((slot, self._extents.setdefault(arg, len(self._extents))))
-            else:
-                self._values[slot] = slot_value(type, arg)
-        config = self._configs[index]
-        words = CONFIG.itemsize // 4
-        for axis, extent in enumerate(x.grid):
-            if isinstance(extent, Extent):
-                self._grids.append(
-                    (index * words + axis, self._extents.setdefault(extent, len(self._extents)))
-                )
-            else:
-                config["grid"][axis] = extent
-        config["block"] = (_WARP * kernel.num_warps, 1, 1)
-        config["shared"], config["stream"] = kernel.shared, self._stream
-        if kernel.pdl:
-            config["attributes"], config["count"] = self._attribute.ctypes.data, 1
-        self._starts.append(at)
-        self._functions.append(function)
 
     def size(self, dims: Mapping[str, int]) -> None:
         """Make the plan run at these sizes (T, S, R), within its bucket's."""
         self.dims = dict(dims)
         sizes = np.array([e.value(dims) for e in self._extents], np.int64)
         self._values[self._slot_at] = sizes[self._slot_of]
-        self._configs.view(np.uint32)[self._grid_at] = sizes[self._grid_of]
-        empty = (self._configs["grid"][: len(self._starts)] == 0).any(axis=1).tolist()
+        self._grids[self._grid_at] = sizes[self._grid_of]
+        grid = self._grids.reshape(-1, 3)
+        self._configs["grid"] = grid
+        empty = (grid == 0).any(axis=1).tolist()
         config, pointers = self._configs.ctypes.data, self._params.ctypes.data
         self._calls: list[Callable[[], int]] = []
         self._sources: list[Launch] = []

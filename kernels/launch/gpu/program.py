@@ -4,7 +4,7 @@ Everything a launch needs is fixed when the artifact is built, except addresses:
 pointers name to memory, and ``arguments`` turns a launch into the values a kernel takes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Literal
 
@@ -123,30 +123,28 @@ class Program:
     abi: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        """Compact, for the manifest: pointers as [space, name, offset], extents as [dim, div, mul, add, scale]."""
+        """Compact, and quick to read back, for the artifact: what launches have in common is in tables.
+
+        ``values`` holds every distinct argument and grid extent (pointers as [space, name, offset], extents as
+        [dim, div, mul, add, scale]), ``nodes`` and ``costs`` likewise; a launch is [kernel, node, cost, grid x, y, z,
+        arguments ...], all but the kernel as places in those tables.
+        """
+        values, nodes, costs = _Table(), _Table(), _Table()
+        plans = [
+            {
+                "bucket": asdict(p.bucket), "arena_bytes": p.arena_bytes, "variant": p.variant,
+                "launches": [
+                    [x.kernel, nodes.place(x.node), costs.place(x.cost), *map(values.place, (*x.grid, *x.args))]
+                    for x in p.launches
+                ],
+            }
+            for p in self.plans
+        ]  # fmt: skip
         return {
-            "abi": self.abi,
-            "counters": self.counters,
-            "kernels": [asdict(k) for k in self.kernels],
-            "plans": [
-                {
-                    "bucket": asdict(p.bucket),
-                    "arena_bytes": p.arena_bytes,
-                    "variant": p.variant,
-                    "launches": [
-                        [
-                            x.kernel,
-                            [_pack(g) for g in x.grid],
-                            [_pack(a) for a in x.args],
-                            x.node,
-                            astuple(x.cost),
-                        ]
-                        for x in p.launches
-                    ],
-                }
-                for p in self.plans
-            ],
-        }
+            "abi": self.abi, "counters": self.counters, "kernels": [asdict(k) for k in self.kernels],
+            "values": [_pack(v) for v in values.items], "nodes": nodes.items, "costs": [astuple(c) for c in costs.items],
+            "plans": plans,
+        }  # fmt: skip
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> "Program":
@@ -155,28 +153,38 @@ class Program:
             raise ArtifactError(
                 f"the artifact's launch ABI is {entry.get('abi')}, this version runs 1. Build the artifact again."
             )
-        kernels = tuple(
-            Kernel(
-                **{
-                    **k,
-                    "types": tuple(k["types"]),
-                    "early": tuple(k["early"]),
-                    "constexprs": tuple((n, v) for n, v in k["constexprs"]),
-                }
-            )
-            for k in entry["kernels"]
-        )
+        values = [_unpack(v) for v in entry["values"]]
+        costs = [Cost(*c) if any(c) else NO_COST for c in entry["costs"]]
+        nodes: list[str] = entry["nodes"]
+
+        def launch(kernel: int, node: int, cost: int, *places: int) -> Launch:
+            x, y, z, *args = [values[i] for i in places]
+            return Launch(kernel, (x, y, z), tuple(args), nodes[node], costs[cost])  # type: ignore[arg-type]
+
         plans = tuple(
-            Plan(
-                Bucket(**p["bucket"]), p["arena_bytes"],
-                tuple(
-                    Launch(k, _grid(grid), tuple(_unpack(a) for a in args), node, Cost(*cost) if any(cost) else NO_COST)
-                    for k, grid, args, node, cost in p["launches"]
-                ),
-            )
+            Plan(Bucket(**p["bucket"]), p["arena_bytes"], tuple(launch(*x) for x in p["launches"]), p["variant"])
             for p in entry["plans"]
-        )  # fmt: skip
-        return Program(kernels, plans, entry["counters"])
+        )
+        return Program(tuple(_kernel(k) for k in entry["kernels"]), plans, entry["counters"])
+
+
+class _Table:
+    """Distinct items in the order of first use. 1, 1.0 and True are three."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self._places: dict[tuple[type, Any], int] = {}
+
+    def place(self, item: Any) -> int:
+        place = self._places.setdefault((type(item), item), len(self.items))
+        if place == len(self.items):
+            self.items.append(item)
+        return place
+
+
+def _kernel(entry: Mapping[str, Any]) -> Kernel:
+    constants = tuple((n, v) for n, v in entry["constexprs"])
+    return Kernel(**{**entry, "types": tuple(entry["types"]), "early": tuple(entry["early"]), "constexprs": constants})
 
 
 def _pack(value: Argument) -> Any:
@@ -191,11 +199,6 @@ def _unpack(value: Any) -> Argument:
     if not isinstance(value, list):
         return value  # type: ignore[no-any-return]
     return Pointer(*value) if len(value) == 3 else Extent(*value)
-
-
-def _grid(entries: Sequence[Any]) -> Grid:
-    x, y, z = (Extent(*g) if isinstance(g, list) else int(g) for g in entries)
-    return x, y, z
 
 
 @dataclass
