@@ -156,7 +156,7 @@ def main() -> int:
         lines.add(f"startup-{args.start}", {
             "total_s": round(total, 2), "python_s": round(age, 2), "engine_s": round(ready - begin, 2),
             "first_generate_s": round(first, 3),
-            **{f"{part}_s": round(s, 3) for part, s in engine.llm.start_seconds.items()},
+            **{f"{part.replace(' ', '_')}_s": round(s, 3) for part, s in engine.llm.start_seconds.items()},
             "settings": options, "params": shape["params"], "card": engine.llm.card, "gpu": W.gpu_line(),
         })  # fmt: skip
     for name in workloads(args.workloads):

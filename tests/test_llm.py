@@ -45,6 +45,16 @@ def test_a_batch_gives_what_each_prompt_gives_alone(llm: LLM) -> None:
     assert len({o.request_id for o in outputs}) == 4
 
 
+def test_tokens_alone_cost_no_text(llm: LLM) -> None:
+    silent = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False)
+    (spoken,), (output,) = llm.generate("abc", GREEDY), llm.generate("abc", silent)
+    assert output.outputs[0].token_ids == spoken.outputs[0].token_ids and output.outputs[0].text == ""
+    assert output.outputs[0].finish_reason == spoken.outputs[0].finish_reason
+    with pytest.raises(InvalidParameter, match="cannot go with detokenize=False"):
+        SamplingParams(stop=("a",), detokenize=False)
+    assert llm.encode("abc") == llm.tokenizer.encode("abc")
+
+
 def test_prompts_of_every_kind(llm: LLM) -> None:
     ids = llm.tokenizer.encode("abc")
     expected = llm.generate("abc", GREEDY)[0].outputs[0].text

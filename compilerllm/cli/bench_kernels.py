@@ -85,7 +85,7 @@ def entry(
     tflops: float,
 ) -> dict[str, Any]:
     """One kernel's line: rates, and the larger share of the peaks (GB/s and TFLOP/s)."""
-    rate, speed = nbytes / us / 1e3, flops / us / 1e6
+    rate, speed = (nbytes / us / 1e3, flops / us / 1e6) if us else (0.0, 0.0)
     share = max(rate / bandwidth if bandwidth else 0.0, speed / tflops if tflops else 0.0)
     return {
         "kernel": kernel, "node": node, "launches": launches, "us": round(us, 3), "gb_per_second": round(rate, 1),
