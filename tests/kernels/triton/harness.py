@@ -39,8 +39,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 def device() -> str:
-    """Where test tensors live."""
-    return "cuda" if NATIVE else "cpu"
+    """Where test tensors live: what runs on a GPU is copied there and back."""
+    return "cpu"
 
 
 def launch(
@@ -58,15 +58,36 @@ def launch(
         given.setdefault("PDL", pdl and NATIVE)
     full = (*grid, 1, 1, 1)[:3]
     if NATIVE:
-        fn[tuple(full)](
-            **given,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            **({"launch_pdl": True} if given.get("PDL") else {}),
-        )
-        torch.cuda.synchronize()
+        there = _There()
+        moved = {n: there.of(v) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+        options = {"launch_pdl": True} if given.get("PDL") else {}
+        fn[tuple(full)](**moved, num_warps=num_warps, num_stages=num_stages, **options)
+        there.back()
     else:
         fn[tuple(full)](**given)
+
+
+class _There:
+    """CPU tensors on the GPU, whole storages, so that views and what lies around them stay as they are."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same view of the same bytes, on the GPU."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._storages:
+            here = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._storages[storage.data_ptr()] = here, here.cuda()
+        _, there = self._storages[storage.data_ptr()]
+        made = torch.empty(0, dtype=tensor.dtype, device="cuda")
+        return made.set_(there.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def back(self) -> None:
+        """Wait, and bring everything back."""
+        torch.cuda.synchronize()
+        for here, there in self._storages.values():
+            here.copy_(there)
 
 
 def cross_compile(
@@ -135,7 +156,7 @@ class Machine:
         draft = draft_program(self.module, buckets, TARGET, level, chooser, **extra)
         self._native = _Native(draft) if NATIVE else None
         self.program = self._native.program if self._native else finish_program(draft)
-        self.params = {n: p.to(device()).contiguous() for n, p in params.items()}
+        self.params = {n: p.contiguous() for n, p in params.items()}
         self.states = {
             v.name: _make_state(v.state, num_blocks, poison) for v in self.module.main.states
         }  # fmt: skip
@@ -157,28 +178,39 @@ class Machine:
         packed = np.zeros(layout.bytes // 4, np.int32)
         if step is not None:
             _fill(packed, layout, bucket, step)
-        block = torch.from_numpy(packed).to(device())
-        inputs = [t.to(device()).contiguous() for t in inputs]
+        block = torch.from_numpy(packed)
+        inputs = [t.contiguous() for t in inputs]
         dims = {"T": bucket.tokens, "S": bucket.sequences, "R": bucket.rows}
         outs = [
             torch.full([_value(d, dims) for d in v.shape], float("nan") if v.dtype.startswith(("f", "b")) and v.dtype != "bool" else 0,
                        dtype=TORCH[v.dtype], device=device())
             for v in self.module.main.outputs
         ]  # fmt: skip
-        where = Addresses(
-            params={n: p.data_ptr() for n, p in self.params.items()},
-            states={n: s.data_ptr() for n, s in self.states.items()},
-            tables={"last_token": self.last_token.data_ptr()} | {f"input_{i}": t.data_ptr() for i, t in enumerate(inputs)},
-            arena=self.arena.data_ptr(), logits=outs[0].data_ptr(), counters=self.counters.data_ptr(),
-            step_base=block.data_ptr(), step=layout.offsets,
+        there = _There()
+
+        def place(tensor: torch.Tensor) -> int:
+            if self._native is None:
+                return tensor.data_ptr()
+            moved = there.of(tensor)
+            known.append(moved)
+            return moved.data_ptr()
+
+        known: list[torch.Tensor] = []
+        addresses = _Logits(
+            Addresses(
+                params={n: place(p) for n, p in self.params.items()},
+                states={n: place(s) for n, s in self.states.items()},
+                tables={"last_token": place(self.last_token)} | {f"input_{i}": place(t) for i, t in enumerate(inputs)},
+                arena=place(self.arena), counters=place(self.counters), step_base=place(block), step=layout.offsets,
+            ),
+            [place(o) for o in outs],
         )  # fmt: skip
-        by_index = _Logits(where, [o.data_ptr() for o in outs])
         if self._native is not None:
-            known = [*self.params.values(), *self.states.values(), *inputs, *outs, self.arena, block]
-            self._native.run(entry, by_index, known)
+            self._native.run(entry, addresses, known)
+            there.back()
         else:
             for item in entry.launches:
-                values, grid = arguments(item, by_index, dims)
+                values, grid = arguments(item, addresses, dims)
                 run_kernel(self.program.kernels[item.kernel], grid, values)
         assert not self.counters.any(), "a kernel left a counter behind"
         rows = len(step.sample_rows) if step is not None else None
@@ -225,7 +257,6 @@ class _Native:
             Path(),
         )
         packed.run()
-        torch.cuda.synchronize()
 
 
 class _Logits(Addresses):
