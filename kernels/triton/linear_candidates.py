@@ -6,21 +6,26 @@ that norm first, ``norm`` says whether the kernel does it itself. Every candidat
 the problem's.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compilerllm.kernels.triton.target import CudaTarget
 
 Candidate = dict[str, Any]
-MOST = 32  # candidates of a problem: each takes seconds to compile where all are timed
+MOST_GEMV, MOST_TILES = 12, 24  # candidates of one path: each takes a second to compile where all are timed
 GEMV_ROWS = 4
 L2_FACTOR = 2.0  # read bandwidth of the L2 over the memory's
 LATENCY = 0.8e-6  # seconds from a load to its data
 LAUNCH = 1.5e-6
-LAUNCH_LIBRARY = 3.5e-6  # a library's kernel neither starts early nor lets the next one
+LAUNCH_LIBRARY = 5e-6  # a library's kernel neither starts early nor lets the next one
+GEMV_SHARE, MATMUL_SHARE, LIBRARY_SHARE = (
+    0.97,
+    0.92,
+    0.85,
+)  # of the memory's bandwidth while a kernel reads weights
 SM_BYTES = 60e9  # bytes a second that one SM can take in
-GEMV_TILES = (  # columns, elements of K, warps
+GEMV_TILES = (  # columns, elements of K, warps: as they did where they were measured, best first
     (2, 1024, 4), (4, 512, 4), (4, 1024, 4), (1, 2048, 4), (8, 512, 4), (2, 2048, 8), (4, 1024, 8), (2, 512, 2), (8, 256, 4),
     (4, 256, 2), (16, 256, 4),
 )  # fmt: skip
@@ -62,28 +67,40 @@ def power_of_two(count: int) -> int:
 
 
 def candidates(s: Shape, target: CudaTarget, tensor_cores: bool) -> list[Candidate]:
-    """At most MOST candidates, the cost model's order. tensor_cores: whether they multiply the dtype exactly."""
+    """A few of each path, the cost model's order. tensor_cores: whether they multiply the dtype exactly."""
     found: list[tuple[float, Candidate]] = []
-    if s.m <= GEMV_ROWS:
-        found += _gemv(s, target)
     apart = {"norm": "apart"} if s.norm else {}
     extra = LAUNCH + 1e-6 if s.norm else 0.0
-    tiles = sorted(_matmul(s, target, tensor_cores), key=lambda f: f[0])
-    found += [(cost + extra, c | apart) for cost, c in tiles[: MOST // 2]]
-    if s.norm:
-        found += (
-            [(cost + extra, c | apart) for cost, c in _gemv(_without_norm(s), target)]
-            if s.m <= GEMV_ROWS
-            else []
-        )
-    found.sort(key=lambda f: f[0])
-    found = found[: MOST - 1]
-    library = (_library_cost(s, target) + extra, {"path": "cublas"} | apart)
-    return [c for _, c in sorted([*found, library], key=lambda f: f[0])]
+    few = s.m <= GEMV_ROWS
+    if few:
+        found += _best(_gemv(s, target), MOST_GEMV) + _best(_gemv_rows(s, target), MOST_GEMV // 2)
+        if s.norm:
+            plain = replace(s, norm=False)
+            ways = _best(_gemv(plain, target), MOST_GEMV // 4) + _best(_gemv_rows(plain, target), 1)
+            found += [(cost + extra, c | apart) for cost, c in ways]
+    tiles = _varied(_best(_matmul(s, target, tensor_cores)))[: MOST_TILES // (3 if few else 1)]
+    tiles.append((_library_cost(s, target), {"path": "cublas"}))
+    found += [(cost + extra, c | apart) for cost, c in tiles]
+    return [c for _, c in _best(found)]
 
 
-def _without_norm(s: Shape) -> Shape:
-    return Shape(s.m, s.n, s.k, s.item, s.out, s.halves, s.after, s.bias, False)
+def _best(found: Iterable[tuple[float, Candidate]], most: int | None = None) -> list[tuple[float, Candidate]]:
+    """The cheapest ones, cheapest first; equally cheap ones as they came."""
+    return sorted(found, key=lambda f: f[0])[:most]
+
+
+def _varied(found: list[tuple[float, Candidate]]) -> list[tuple[float, Candidate]]:
+    """At most two of each tile size (they differ in stages and splits); the best ones also with nothing fetched ahead."""
+    count: dict[tuple[int, ...], int] = {}
+    kept = []
+    for place, (cost, c) in enumerate(found):
+        key = c["bm"], c["bn"], c["bk"], c["warps"], c["swap"]
+        count[key] = count.get(key, 0) + 1
+        if count[key] <= 2:
+            kept.append((cost, c))
+        if place < 3 and c["ahead"]:
+            kept.append((cost * 1.02, c | {"ahead": 0}))
+    return sorted(kept, key=lambda f: f[0])
 
 
 def _gemv(s: Shape, target: CudaTarget) -> Iterator[tuple[float, Candidate]]:
@@ -91,7 +108,7 @@ def _gemv(s: Shape, target: CudaTarget) -> Iterator[tuple[float, Candidate]]:
     rows = power_of_two(s.m)
     widest = max(32, power_of_two(s.k))
     done = set()
-    for bn, bk, warps in GEMV_TILES:
+    for place, (bn, bk, warps) in enumerate(GEMV_TILES):
         bk = min(bk, widest)
         if (bn, bk, warps) in done:
             continue
@@ -102,36 +119,39 @@ def _gemv(s: Shape, target: CudaTarget) -> Iterator[tuple[float, Candidate]]:
         for pre in (2, 1, 0):
             if pre * bk < s.k + bk and pre * each <= 96:
                 registers = each * rows + each * s.item // 4 * (pre + 1) + 32
-                cost = _gemv_cost(s, target, -(-s.n // bn), bn, warps, registers, pre)
+                cost = _gemv_cost(s, target, -(-s.n // bn), warps, registers, pre) * (1 + 0.004 * place)
                 yield cost, {"path": "gemv", "bn": bn, "bk": bk, "pre": pre, "warps": warps} | kept
-    if s.m == 1 and widest <= 8192:
-        for warps in (2, 4, 8, 16):
-            in_row = widest // (32 * warps)
-            if not 4 <= in_row <= 32 and widest > 64:
-                continue
-            for bn in (1, 2, 4, 8):
-                for steps in (2, 4, 8):
-                    if bn * in_row * s.halves <= 64 and s.n >= bn * steps * target.sms:
-                        registers = in_row * (1 + bn * s.halves * s.item // 2) + 32
-                        cost = _gemv_cost(s, target, -(-s.n // (bn * steps)), bn * steps, warps, registers, 1)
-                        yield (
-                            cost,
-                            {"path": "gemv_rows", "bn": bn, "steps": steps, "warps": warps, "pre": 1} | kept,
-                        )
 
 
-def _gemv_cost(
-    s: Shape, target: CudaTarget, programs: int, columns: int, warps: int, registers: int, pre: int
-) -> float:
+def _gemv_rows(s: Shape, target: CudaTarget) -> Iterator[tuple[float, Candidate]]:
+    widest = max(32, power_of_two(s.k))
+    if s.m > 1 or widest > 8192:
+        return
+    kept = {"norm": "inside"} if s.norm else {}
+    for warps in (2, 4, 8, 16):
+        in_row = widest // (32 * warps)
+        if not 4 <= in_row <= 32 and widest > 64:
+            continue
+        for bn in (1, 2, 4, 8):
+            for steps in (2, 4, 8):
+                if bn * in_row * s.halves <= 64 and s.n >= bn * steps * target.sms:
+                    registers = in_row * (1 + bn * s.halves * s.item // 2) + 32
+                    cost = _gemv_cost(s, target, -(-s.n // (bn * steps)), warps, registers, 1)
+                    # Without a norm to do once there is less to gain than one tile at a time loses.
+                    cost *= 1.0 if s.norm else 1.02
+                    yield cost, {"path": "gemv_rows", "bn": bn, "steps": steps, "warps": warps} | kept
+
+
+def _gemv_cost(s: Shape, target: CudaTarget, programs: int, warps: int, registers: int, pre: int) -> float:
     bandwidth = target.bandwidth * 1e9
     resident = max(1, min(64 // warps, 65536 // (32 * warps * min(255, registers)), 32))
     waves = programs / (target.sms * resident)
     tail = 0.0 if waves <= 1 else (-(-programs // (target.sms * resident)) - waves) / waves * 0.15
     # Every program reads the rows again, some of it from its SM's own cache; a norm reads them and the addend twice.
-    again = programs * s.m * s.k * s.item * (5 if s.norm else 1) * 0.35 / (L2_FACTOR * bandwidth)
+    again = programs * s.m * s.k * s.item * (5 if s.norm else 1) * 0.15 / (L2_FACTOR * bandwidth)
     start = (0.3e-6 if pre else 0.8e-6) + (0.6e-6 if s.norm else 0.0)
     busy = min(1.0, programs * warps / (target.sms * 12))  # too few warps leave memory idle
-    return LAUNCH + start + s.weight_bytes / bandwidth * (1 + tail) / max(busy, 0.05) + 0.5 * again
+    return LAUNCH + start + s.weight_bytes / (GEMV_SHARE * bandwidth) * (1 + tail) / max(busy, 0.05) + again
 
 
 def _matmul(s: Shape, target: CudaTarget, tensor_cores: bool) -> Iterator[tuple[float, Candidate]]:
@@ -184,7 +204,7 @@ def _matmul_cost(
         rate = min(SM_BYTES, on_sm * (stages - 1) * step_bytes / LATENCY)
         count = 1 if left <= target.sms * resident else max(1, left // (target.sms * resident))
         time += count * max(
-            wave * weights / bandwidth,
+            wave * weights / (MATMUL_SHARE * bandwidth),
             wave * step_bytes * steps / (L2_FACTOR * bandwidth),
             on_sm * step_bytes * steps / rate,
             on_sm * 2 * bm * s.halves * bn * bk * steps / (peak / target.sms),
@@ -210,7 +230,7 @@ def _library_cost(s: Shape, target: CudaTarget) -> float:
     bandwidth = target.bandwidth * 1e9
     moved = s.weight_bytes + s.m * (s.k * s.item + s.n * s.halves * s.out)
     tiles = max(1.0, 64 / max(s.m, 1))  # a tile that is mostly padding
-    time = max(moved / (0.85 * bandwidth), s.flops * tiles / (0.85 * target.tflops * 1e12))
+    time = max(moved / (LIBRARY_SHARE * bandwidth), s.flops * tiles / (0.85 * target.tflops * 1e12))
     if s.after:
         product = 4 if s.bias else s.item
         time += LAUNCH + (s.m * s.n * (s.halves * product * 2 + s.out)) / (0.9 * bandwidth)
