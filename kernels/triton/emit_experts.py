@@ -258,9 +258,9 @@ class Experts:
         return self.e.typed(self.e.scratch(nbytes), dtype)
 
 
-# gate_up columns, K at a time, warps; down columns, K at a time, warps
-_GEMV = ((2, 1024, 4, 1, 256, 1), (1, 1024, 1, 1, 256, 1), (2, 1024, 2, 1, 512, 1), (1, 1024, 2, 2, 256, 2),
-         (1, 2048, 4, 2, 256, 4), (2, 2048, 4, 4, 256, 8), (2, 512, 1, 2, 256, 1), (4, 1024, 8, 1, 256, 4))  # fmt: skip
+# gate_up columns, K at a time, warps; down columns, K at a time over 8 experts (more of it over fewer), warps
+_GEMV = ((2, 1024, 4, 1, 256, 1), (1, 1024, 1, 1, 256, 1), (2, 1024, 2, 1, 512, 1), (1, 1024, 2, 4, 256, 8),
+         (1, 2048, 4, 2, 256, 4), (2, 2048, 4, 1, 256, 2), (2, 512, 1, 1, 512, 1), (4, 1024, 8, 1, 256, 4))  # fmt: skip
 # block; gate_up columns, K at a time, warps, stages; the same of down
 _GROUPED = (
     (16, 64, 64, 4, 5, 128, 64, 4, 5), (16, 64, 128, 4, 4, 128, 128, 4, 4), (16, 32, 128, 4, 4, 64, 128, 4, 4),
@@ -290,7 +290,7 @@ def _gemv(
     return {
         "path": "gemv", "gu_bn": min(gu_bn, power_of_two(x.width)), "gu_bk": min(gu_bk, power_of_two(x.hidden)),
         "gu_warps": gu_warps, "down_bn": min(down_bn, power_of_two(x.hidden)),
-        "down_bk": min(down_bk, power_of_two(x.width)), "down_warps": down_warps,
+        "down_bk": min(max(32, 8 * down_bk // power_of_two(x.top)), power_of_two(x.width)), "down_warps": down_warps,
     }  # fmt: skip
 
 

@@ -29,9 +29,10 @@ def gated(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         slope = rounded(gate * ALPHA, DTYPE)
-        open = rounded(1.0 / (1.0 + tl.exp(-slope)), DTYPE)
-        return rounded(up + 1.0, DTYPE) * rounded(gate * open, DTYPE)
-    return rounded(act(gate, ACT), DTYPE) * up
+        share = rounded(1.0 / (1.0 + tl.exp(-slope)), DTYPE)
+        return rounded(up + 1.0, DTYPE) * rounded(gate * share, DTYPE)
+    else:
+        return rounded(act(gate, ACT), DTYPE) * up
 
 
 @triton.jit
