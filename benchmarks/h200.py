@@ -223,7 +223,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
             print(f"{r['label']:8}{name:16}  ERROR {r['error'][:100]}")
             continue
         compared = r["device"] == "cuda" and "small" not in r
-        theirs = peers["labels"].get(r["label"], {}).get(name, {}).get(metric, [])
+        theirs = peers["labels"].get(r["label"], {}).get(name, {}).get(metric, []) if compared else []
         print(
             f"{r['label']:8}{name:16}{r[metric]:>14,.3f}  {beside(r[metric], theirs, metric)}{floor_of(r)}".rstrip()
         )
