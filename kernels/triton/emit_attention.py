@@ -82,12 +82,20 @@ def rotation(e: BucketEmitter, node: Node, x: Value, cos: Value | None, sin: Val
     c, s = e.rows(cos, len(cos.shape) - 1), e.rows(sin, len(sin.shape) - 1)
     half_width = bool(node.attrs.get("half_width"))
     rot = c.columns * (2 if half_width else 1)
+    interleaved = node.text("style") == "interleaved"
+    half_width |= not interleaved and repeats(e, cos) and repeats(e, sin)
     rounds = not node.attrs.get("f32") and x.dtype != "f32" and cos.dtype == sin.dtype == x.dtype
     return {"cos": c.arg, "sin": s.arg}, {
         "COS_STRIDE": c.stride, "SIN_STRIDE": s.stride, "ROT": rot, "HALF_P": pow2(rot // 2),
-        "REST_P": pow2(dim - rot), "INTERLEAVED": node.text("style") == "interleaved", "HALF_WIDTH": half_width,
+        "REST_P": pow2(dim - rot), "INTERLEAVED": interleaved, "HALF_WIDTH": half_width,
         "ROUND": rounds,
     }  # fmt: skip
+
+
+def repeats(e: BucketEmitter, table: Value) -> bool:
+    """Whether the second half of a table's row is its first half again, so that it need not be read."""
+    made = e.producer(table)
+    return made is not None and made.op == "rotary_table" and made.text("layout") == "half"
 
 
 def row_candidates(tokens: int, heads: int) -> list[dict[str, Any]]:
@@ -233,16 +241,22 @@ def decode_candidates(
     if dtype == "f32":
         shapes = [(32, 4, 2), (16, 4, 1)]
     else:
-        shapes = [(64, 4, 3), (128, 4, 2), (64, 4, 4), (32, 2, 4), (128, 8, 3), (32, 4, 2), (32, 4, 1)]
-    made = [
-        {"splits": s, "least": least, "fused": 1, "BN": n, "warps": w, "stages": stages}
-        for n, w, stages in shapes for s in splits for least in ((1, 2) if s > 1 else (1,))
-        if pow2(group) * s * pow2(dim) <= PARTS_A_WARP * w
-    ]  # fmt: skip
-    made += [
-        {"splits": s, "least": 1, "fused": 0, "BN": n, "warps": w, "stages": stages}
-        for n, w, stages in shapes for s in splits[:2]
-    ]  # fmt: skip
+        shapes = [
+            (64, 4, 3), (32, 1, 4), (64, 2, 3), (128, 4, 2), (64, 4, 4), (32, 2, 4), (128, 8, 3), (32, 4, 2), (32, 4, 1),
+        ]  # fmt: skip
+    made: list[dict[str, Any]] = []
+    for place, (n, w, stages) in enumerate(shapes):
+        shape = {"BN": n, "warps": w, "stages": stages}
+        fused = [s for s in splits if pow2(group) * s * pow2(dim) <= PARTS_A_WARP * w]
+        few = fused if place == 0 else fused[:2]
+        made += [{"splits": s, "least": 1, "fused": 1} | shape for s in few]
+        if place < 2:
+            made += [{"splits": s, "least": 2, "fused": 1} | shape for s in fused[:2] if s > 1]
+            made += [{"splits": s, "least": 1, "fused": 0} | shape for s in splits[:2] if s > 1]
+    if not any(c["fused"] for c in made):
+        made += [
+            {"splits": 1, "least": 1, "fused": 1, "BN": n, "warps": w, "stages": st} for n, w, st in shapes
+        ]
     return fitting(e, dtype, max(16, pow2(group)), dim, made)
 
 

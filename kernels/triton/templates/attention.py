@@ -44,7 +44,8 @@ def tile_offset(tile, b0, b1, b2, b3, D: tl.constexpr, BN: tl.constexpr):
         block = tl.where(rows >= 96, b3, block)
     if BN < 32:
         rows += tile
-    return block + rows % BLOCK * D
+    # blocks too are multiples of D; without the hint, loads of a tile of two blocks are not seen to be aligned
+    return tl.multiple_of(block + rows % BLOCK * D, D & -D)
 
 
 @triton.jit

@@ -249,6 +249,8 @@ def test_kernels_cross_compile(capability: int) -> None:
     }  # fmt: skip
     prefill = pointers | shared | {"query_start": "*i32", "BQ": 16, "BM": 64, "BN": 64, "STEPS": 8}
     for pdl in (False, True) if capability >= 90 else (False,):
-        for name, args in (("decode", decode), ("prefill", prefill)):
+        for name, args, tiles in (("decode", decode, 2), ("prefill", prefill, 4)):
             meta = cross_compile(f"attention:{name}", args, capability=capability, num_stages=2, pdl=pdl)
             assert meta["shared"] <= limit
+            if capability == 90:
+                assert meta["shared"] > tiles * 64 * 128 * 2, "loads of keys and values are not pipelined"
