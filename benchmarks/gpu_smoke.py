@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -28,6 +27,7 @@ from compilerllm.kernels.launch.gpu.driver import CudaError
 from compilerllm.kernels.launch.gpu.program import Addresses, Extent, Kernel, Launch, Plan, Pointer, Program
 
 K, N = 4096, 4096
+BUCKETS = (Bucket(1, 1, 1, 1), Bucket(256, 256, 256, 1), Bucket(64, 4, 4, 64))  # of the tiny model
 TEXT = """
 import triton
 import triton.language as tl
@@ -81,11 +81,14 @@ def tiny() -> Any:
 def build(folder: Path) -> None:
     """Compile what ``run`` needs into ``folder``."""
     from compilerllm.kernels.triton.build import compile_source
+    from compilerllm.kernels.triton.emit_sampling import sampling_program
     from compilerllm.kernels.triton.source import KernelSource, argument_names, generated
+    from compilerllm.kernels.triton.target import find_cuda_target
 
     (folder / "kernels").mkdir(parents=True, exist_ok=True)
     module = generated(TEXT)
     made: dict[str, Any] = {}
+    kernels: list[Kernel] = []
     for name, warps, constants, pdl in (
         ("gemv", 4, {"K": K, "BN": 4, "BK": 1024, "PDL": False}, False),
         ("gemv", 4, {"K": K, "BN": 4, "BK": 1024, "PDL": True}, True),
@@ -100,17 +103,18 @@ def build(folder: Path) -> None:
         )
         code, meta = compile_source(source, 90)
         (folder / f"kernels/{source.key()}.cubin").write_bytes(code)
-        kernel = Kernel(meta["name"], source.key(), name, TYPES[name], warps, meta["shared"], pdl)
-        made[f"{name}{'_pdl' if pdl else ''}"] = asdict(kernel)
-    for pdl in (False, True):
-        made[f"tiny{'_pdl' if pdl else ''}"] = [asdict(k) for k in tiny().make_kernels(folder, pdl)]
+        kernels.append(Kernel(meta["name"], source.key(), name, TYPES[name], warps, meta["shared"], pdl))
+    made["kernels"] = Program(tuple(kernels), ()).to_json()
+    target, rows = find_cuda_target("sm_90"), sorted({b.rows for b in BUCKETS})
+    for level in (1, 2):  # dependent launches from level 2 on
+        sampling, cubins = sampling_program(tiny().VOCAB, rows, target, level, folder / "cache")
+        for cubin in cubins.values():
+            (folder / f"kernels/{cubin.key}.cubin").write_bytes(cubin.file.read_bytes())
+        made[f"level {level}"] = {
+            "kernels": Program(tiny().make_kernels(folder, level == 2), ()).to_json(),
+            "sampling": sampling.to_json(),
+        }
     (folder / "smoke.json").write_text(json.dumps(made))
-
-
-def load(entry: dict[str, Any]) -> Kernel:
-    """A kernel as ``build`` wrote it."""
-    constants = tuple((n, v) for n, v in entry["constexprs"])
-    return Kernel(**{**entry, "types": tuple(entry["types"]), "constexprs": constants})
 
 
 def ok(what: str, passed: bool, detail: str = "") -> None:
@@ -141,11 +145,10 @@ class Smoke:
         self.folder = folder
         self.made = json.loads((folder / "smoke.json").read_text())
         self.backend = CudaBackend(90)
-        self.names = ["gemv", "gemv_pdl", "count", "count_pdl", "stray"]
         matmul = Kernel(
             "", "", "library:matmul", ("*bf16", "*bf16", "*fp32", "i32"), constexprs=(("k", K), ("n", N))
         )
-        self.kernels = (*(load(self.made[n]) for n in self.names), matmul)
+        self.kernels = (*Program.from_json(self.made["kernels"]).kernels, matmul)
         start = time.perf_counter()
         self.program = self.backend.load(Program(self.kernels, ()), folder)
         ok("cubins loaded", True, f"{1e3 * (time.perf_counter() - start) / 5:.2f} ms each")
@@ -271,16 +274,17 @@ class Smoke:
             ok("a faulty kernel is named", False, "nothing was raised")
 
 
-def check_model(folder: Path, entries: list[dict[str, Any]], pdl: bool) -> None:
+def check_model(folder: Path, made: dict[str, Any], level: int) -> None:
     """Tokens of a tiny model, the host a step ahead, with graphs and without; then what a step costs the host."""
     model_of_tests = tiny()
     greedy, step_of = model_of_tests.greedy, model_of_tests.step_of
-    buckets = (Bucket(1, 1, 1, 1), Bucket(256, 256, 256, 1), Bucket(64, 4, 4, 64))
-    place = folder / f"tiny{int(pdl)}"
+    place = folder / f"tiny{level}"
     place.mkdir(exist_ok=True)
     if not (place / "kernels").exists():
         (place / "kernels").symlink_to((folder / "kernels").resolve())
-    model_of_tests.write_artifact(place, buckets, 2048, tuple(load(e) for e in entries))
+    model_of_tests.write_artifact(
+        place, BUCKETS, 2048, Program.from_json(made["kernels"]).kernels, Program.from_json(made["sampling"])
+    )  # fmt: skip
     for options in (CudaOptions(), CudaOptions(graphs=False)):
         model = CudaModel.load(place, model_of_tests.IdentitySource(), options=options)
         model.allocate(1024, 256)
@@ -301,7 +305,7 @@ def check_model(folder: Path, entries: list[dict[str, Any]], pdl: bool) -> None:
             for _ in range(12):
                 expected[slot].append(total % model_of_tests.VOCAB)
                 total += expected[slot][-1]
-        ok(f"tiny model pdl={pdl} graphs={options.graphs}", tokens == expected, f"{tokens}")
+        ok(f"tiny model level={level} graphs={options.graphs}", tokens == expected, f"{tokens}")
         for count in (1, 256):
             step, rows = (
                 step_of([(s, [-1 - s], 40, [s, s + 256]) for s in range(count)]),
@@ -334,8 +338,8 @@ def run(folder: Path) -> None:
     smoke.check_order()
     smoke.check_library()
     smoke.times()
-    for pdl in (False, True):
-        check_model(folder, smoke.made["tiny_pdl" if pdl else "tiny"], pdl)
+    for level in (1, 2):
+        check_model(folder, smoke.made[f"level {level}"], level)
     smoke.check_fault()
     print("all OK")
 

@@ -26,10 +26,11 @@ from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.gpu import memory
 from compilerllm.kernels.launch.gpu.backend import Backend, BoundPlan, CudaBackend
 from compilerllm.kernels.launch.gpu.graphs import GraphSet, OnCapture, Recipe, captured_buckets
-from compilerllm.kernels.launch.gpu.greedy import GreedySampler, StepSampler, void
 from compilerllm.kernels.launch.gpu.memory import MemoryPlan
 from compilerllm.kernels.launch.gpu.parameters import Placement, load_parameters
 from compilerllm.kernels.launch.gpu.program import Addresses, Program
+from compilerllm.kernels.launch.gpu.sampler import SamplerMaker, StepSampler
+from compilerllm.kernels.launch.gpu.sampling import GpuSampler
 from compilerllm.kernels.launch.gpu.steps import RING, StepStage, step_bytes
 from compilerllm.kernels.launch.packing import ParameterSpec
 from compilerllm.kernels.launch.weights import DummySource, WeightSource
@@ -79,8 +80,10 @@ class CudaModel:
     leaves_host_free = True
 
     def __init__(
-        self, folder: Path, manifest: dict[str, Any], backend: Backend, options: CudaOptions = DEFAULT_OPTIONS
-    ) -> None:
+        self, folder: Path, manifest: dict[str, Any], backend: Backend, options: CudaOptions = DEFAULT_OPTIONS,
+        sampler: SamplerMaker | None = None,
+    ) -> None:  # fmt: skip
+        """``sampler`` in place of the artifact's own sampling program."""
         self.folder, self.manifest, self.options = folder, manifest, options
         self.facts: dict[str, Any] = manifest["facts"]
         self.vocab_size = int(manifest["vocab_size"])
@@ -96,6 +99,8 @@ class CudaModel:
             ParameterSpec.parse(p["name"], p["dtype"], p["shape"], p["recipe"])
             for p in manifest["parameters"]
         )
+        self.sampling = read_program(folder, manifest, "sampling") if "sampling" in manifest else None
+        self._make_sampler: SamplerMaker = sampler or self._own_sampler
         self._backend = backend
         self._loaded = backend.load(self.program, folder)
         self._logits_dtype = TORCH_DTYPES[manifest.get("logits_dtype", "f32")]
@@ -113,6 +118,7 @@ class CudaModel:
         *,
         backend: Backend | None = None,
         options: CudaOptions = DEFAULT_OPTIONS,
+        sampler: SamplerMaker | None = None,
         on_progress: OnBytes | None = None,
     ) -> "CudaModel":
         """Open the artifact in ``folder``, put its weights on the device, and reserve a step's memory.
@@ -127,7 +133,7 @@ class CudaModel:
             )
         if backend is None:
             backend = CudaBackend(int(manifest["capability"]))
-        model = CudaModel(folder, manifest, backend, options)
+        model = CudaModel(folder, manifest, backend, options, sampler)
         made_up = options.made_up_on_device and isinstance(source, DummySource)
         start = time.perf_counter()
         model._weights, model._params = load_parameters(
@@ -176,14 +182,18 @@ class CudaModel:
         slots = max_num_seqs or max(b.sequences for b in self.buckets)
         launches = {i: len(self.program.plans[i].launches) for i in self._captured}
         decode = [i for i in self._captured if self.buckets[i].max_query == 1]
-        nodes = [*launches.values(), *(launches[i] + SAMPLING_NODES for i in decode)]
+        nodes = [
+            *launches.values(),
+            *(launches[i] + n for i in decode for n in self._variant_nodes().values()),
+        ]
         files = self.manifest.get("files", {})
         return MemoryPlan(
             weights=self.placement.nbytes,
             arena=max(p.arena_bytes for p in self.program.plans),
             logits=rows * self.vocab_size * self._logits_dtype.itemsize,
             steps=step_bytes(self.buckets, len(self.groups), self._table_columns),
-            tables=4 * (slots + rows + self.program.counters),
+            tables=4 * self.program.counters
+            + (memory.sampler_bytes(self.sampling, rows, slots) if self.sampling is not None else 0),
             kernels=sum(size for name, size in files.items() if name.endswith(".cubin")),
             library=memory.LIBRARY_BYTES if memory.uses_library(self.program) else 0,
             graphs=memory.graph_bytes(nodes),
@@ -236,14 +246,19 @@ class CudaModel:
         self._logits = backend.tensor(
             self._logits_memory.data_ptr(), self._logits_dtype, (rows, self.vocab_size)
         )
-        self.sampler: StepSampler = GreedySampler(backend, self._logits, max_num_seqs)
+        self.sampler: StepSampler = self._make_sampler(backend, self._logits, max_num_seqs)
         if self._uses_graphs:
             self._capture(on_capture)
         return self.sampler.tables
 
+    def _own_sampler(self, backend: Backend, logits: torch.Tensor, slots: int) -> StepSampler:
+        if self.sampling is None:
+            raise ArtifactError(f"{self.folder} has no sampling program. Build the artifact again.")
+        return GpuSampler(backend, self.sampling, backend.load(self.sampling, self.folder), logits, slots)
+
     def _capture(self, on_capture: OnCapture | None) -> None:
         """Run every captured bucket once on an empty step, launch by launch, then capture them all."""
-        start = time.perf_counter()
+        start, nodes = time.perf_counter(), self._variant_nodes()
         recipes = []
         for bucket in self._captured:
             plan, b = self._plan(bucket), self.buckets[bucket]
@@ -256,11 +271,16 @@ class CudaModel:
                 sample = self.sampler.work(variant, b.rows, self._row_slots(bucket))
                 sample()
                 both = partial(_in_order, plan.run, sample)
-                recipes.append(Recipe(bucket, variant, b.tokens, plan.nodes + SAMPLING_NODES, both))
+                recipes.append(Recipe(bucket, variant, b.tokens, plan.nodes + nodes.get(variant, 1), both))
         self._backend.synchronize()
         first = time.perf_counter()
         self.graphs.capture(self._backend, recipes, on_capture)
         self.start_seconds |= {"first runs": first - start, "capture": time.perf_counter() - first}
+
+    def _variant_nodes(self) -> dict[str, int]:
+        """Launches of each variant of sampling that a graph may have joined to it."""
+        plans = self.sampling.plans if self.sampling is not None else ()
+        return {p.variant: len(p.launches) for p in plans if p.variant in GpuSampler.variants}
 
     def _row_slots(self, bucket: int) -> int:
         return self._stage.address + self._stage.offsets(bucket)["row_slots"]
@@ -360,9 +380,6 @@ class CudaModel:
         return self._last
 
 
-SAMPLING_NODES = 8  # launches of the sampling that is joined to a step's graph
-
-
 def read_program(folder: Path, manifest: Mapping[str, Any], part: str = "program") -> Program:
     """A program of the artifact. Raises ``ArtifactInvalid`` for a file that is no program, ``ArtifactError`` by its ABI."""
     path = folder / str(manifest[part])
@@ -377,6 +394,10 @@ def read_program(folder: Path, manifest: Mapping[str, Any], part: str = "program
 
 def _size(bucket: Bucket) -> tuple[int, int, int, int]:
     return bucket.tokens, bucket.sequences, bucket.rows, bucket.max_query
+
+
+def void(result: object) -> None:
+    """Forget a result: for lambdas that are run for what they do."""
 
 
 def _in_order(*works: Callable[[], None]) -> None:

@@ -25,6 +25,13 @@ def run_kernel(kernel: Kernel, grid: tuple[int, int, int], values: Sequence[int 
         return
     fn = function(kernel.template, interpreted=True)
     constants = dict(kernel.constexprs)
+    widest: dict[
+        int, int
+    ] = {}  # bytes at each address: the interpreter wants storages there to be of one size
+    for type, value in zip(kernel.types, values, strict=True):
+        if type.startswith("*"):
+            size = TORCH_TYPES[type[1:]].itemsize
+            widest[int(value)] = max(size, widest.get(int(value), 0))
     given = iter(zip(kernel.types, values, strict=True))
     args: dict[str, Any] = {}
     for name in fn.arg_names:
@@ -32,7 +39,11 @@ def run_kernel(kernel: Kernel, grid: tuple[int, int, int], values: Sequence[int 
             args[name] = False if name == "PDL" else constants[name]
             continue
         type, value = next(given)
-        args[name] = _tensor(int(value), TORCH_TYPES[type[1:]], (1,)) if type.startswith("*") else value
+        if type.startswith("*"):
+            memory = _tensor(int(value), torch.uint8, (widest[int(value)],))
+            args[name] = memory.view(TORCH_TYPES[type[1:]])
+        else:
+            args[name] = value
     fn[grid](**args)
 
 

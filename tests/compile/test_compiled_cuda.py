@@ -1,5 +1,6 @@
 """The executable for GPUs, on the interpreted backend: it must not matter how late the device runs."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,13 @@ import pytest
 from compilerllm.artifact import ArtifactInvalid
 from compilerllm.compiled import StepTooLarge
 from compilerllm.compiled_cuda import CudaModel, CudaOptions, NoForward
-from compilerllm.ir.step import Bucket, SampleRows
+from compilerllm.ir.step import Bucket, Sampled
 from compilerllm.kernels.errors import ArtifactError
-from compilerllm.kernels.launch.gpu.greedy import UnsupportedSampling
 from compilerllm.kernels.launch.gpu.memory import NoRoomForStates
 from compilerllm.kernels.launch.gpu.steps import StepRefused
+from compilerllm.kernels.triton.emit_sampling import draft_sampling, finish_sampling
+from compilerllm.kernels.triton.target import find_cuda_target
+from tests.kernels.gpu.greedy import GreedySampler, UnsupportedSampling
 from tests.kernels.gpu.tiny import VOCAB, IdentitySource, greedy, step_of, write_artifact
 
 interpreted = pytest.importorskip("compilerllm.kernels.triton.interpreted_backend")
@@ -23,8 +26,9 @@ SMALL = CudaOptions(max_graph_tokens=16)
 def make(folder: Path, options: CudaOptions = SMALL, **backend: int) -> CudaModel:
     write_artifact(folder, BUCKETS)
     model = CudaModel.load(
-        folder, IdentitySource(), backend=interpreted.InterpretedBackend(**backend), options=options
-    )
+        folder, IdentitySource(), backend=interpreted.InterpretedBackend(**backend), options=options,
+        sampler=GreedySampler,
+    )  # fmt: skip
     model.allocate(8, 4)
     return model
 
@@ -148,13 +152,40 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
 
 
 def test_random_rows_need_a_sampler(tmp_path: Path) -> None:
-    rows = greedy([0])
     model = make(tmp_path)
-    random = SampleRows(
-        **{n: getattr(rows, n) for n in rows.__dataclass_fields__ if n != "random"}, random=True
-    )
+    random = dataclasses.replace(greedy([0]), random=True)
     with pytest.raises(UnsupportedSampling, match="greedily"):
         model.enqueue(step_of([(0, [1], 0, [0])]), random)
+
+
+def test_own_sampling_program(tmp_path: Path) -> None:
+    """Greedy, drawn and scored rows, joined to graphs or not, with the artifact's own sampling."""
+    draft, variants = draft_sampling(VOCAB, [1, 4], find_cuda_target("sm_90"))
+    write_artifact(tmp_path, BUCKETS, sampling=finish_sampling(draft, variants))
+    model = CudaModel.load(
+        tmp_path, IdentitySource(), backend=interpreted.InterpretedBackend(), options=SMALL
+    )
+    tables = model.allocate(8, 4)
+    assert len(model.graphs) == 3 + 2 * 2
+    tables.temperature[1], tables.top_k[1] = 5.0, 1
+    tables.changed.update((0, 1))
+    total = {0: 3 + 5, 1: 9}
+    first = model.enqueue(step_of([(0, [3, 5], 0, [6]), (1, [9], 0, [2])]), greedy([0, 1]))
+    drawn = dataclasses.replace(greedy([0, 1]), random=True)
+    second = model.enqueue(step_of([(0, [-1], 2, [6]), (1, [-2], 1, [2])]), drawn)
+    scored = dataclasses.replace(greedy([1]), num_logprobs=2)
+    assert _tokens(first.result()) == [8, 9]
+    third = model.enqueue(step_of([(1, [-2], 2, [2])]), scored)
+    assert _tokens(second.result()) == [(total[0] + 8) % VOCAB, (total[1] + 9) % VOCAB]
+    result = third.result()
+    assert result is not None and result.token_ids.tolist() == [(9 + 9 + 2) % VOCAB]
+    assert result.top_ids[0, 0] == 4 and result.rank.tolist() == [1]
+
+
+def _tokens(sampled: Sampled | None) -> list[int]:
+    assert sampled is not None
+    tokens: list[int] = sampled.token_ids.tolist()
+    return tokens
 
 
 def test_memory_budget(tmp_path: Path) -> None:

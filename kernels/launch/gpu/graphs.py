@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from compilerllm.ir.step import Bucket
@@ -64,8 +64,3 @@ class GraphSet:
 def captured_buckets(buckets: Sequence[Bucket], max_tokens: int) -> list[int]:
     """Buckets that get graphs: every decode bucket, and mixed ones of up to ``max_tokens`` tokens."""
     return [i for i, b in enumerate(buckets) if b.max_query == 1 or b.tokens <= max_tokens]
-
-
-def count_nodes(nodes: Mapping[int, int], extra: Mapping[str, int], decode: Sequence[int]) -> list[int]:
-    """Nodes of each graph that will be captured: every bucket alone, decode buckets also with each sampling variant."""
-    return [*nodes.values(), *(nodes[b] + more for b in decode for more in extra.values())]

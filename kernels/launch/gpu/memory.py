@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from compilerllm.ir.step import StateGroup
 from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.launch.gpu.program import Program
+from compilerllm.kernels.launch.gpu.sampling import ROW, TOP
 
 BLOCK_SIZE = 32  # tokens of a KV block on CUDA
 GRAPH_BYTES = 64 << 10  # of an instantiated graph, beside its nodes
@@ -59,6 +60,13 @@ def state_block_bytes(entry: Mapping[str, int | str]) -> int:
 def graph_bytes(nodes: Iterable[int]) -> int:
     """Predicted memory of instantiated graphs with these counts of nodes."""
     return sum(GRAPH_BYTES + NODE_BYTES * count for count in nodes)
+
+
+def sampler_bytes(program: Program, rows: int, slots: int) -> int:
+    """What ``GpuSampler`` reserves, but for the count tables, which the first request with penalties asks for."""
+    a_row = 4 * (ROW.words + 3 + 2 * TOP)  # parameters; token, log-probability, rank; the most likely tokens
+    arena = max((p.arena_bytes for p in program.plans), default=0)
+    return arena + 4 * (program.counters + slots) + a_row * rows
 
 
 def uses_library(program: Program) -> bool:

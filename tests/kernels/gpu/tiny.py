@@ -165,8 +165,11 @@ def write_artifact(
     buckets: Sequence[Bucket],
     max_model_len: int = 128,
     kernels: tuple[Kernel, ...] | None = None,
+    sampling: Program | None = None,
 ) -> dict[str, Any]:
     """An artifact of the program; gives its manifest as it is read back. Without ``kernels`` it is for the interpreter."""
+    if sampling is not None:
+        (folder / "sampling.json").write_text(json.dumps(sampling.to_json()))
     program = make_program(buckets, kernels or make_kernels(None))
     (folder / "program.json").write_text(json.dumps(program.to_json()))
     write_manifest(
@@ -175,6 +178,7 @@ def write_artifact(
             "facts": {}, "vocab_size": VOCAB, "max_model_len": max_model_len, "capability": 90, "target": "sm_90", "level": 2,
             "program": "program.json", "parameters": parameters(), "states": [STATE],
             "groups": [{"name": "full", "index": 0, "addressing": "paged", "window": None}],
+            **({} if sampling is None else {"sampling": "sampling.json"}),
         },
     )  # fmt: skip
     manifest = read_manifest(folder)

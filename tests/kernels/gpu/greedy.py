@@ -1,12 +1,11 @@
-"""What a step's sampling is to the executable, and the plainest one: the most likely token, by torch."""
+"""The plainest sampler: the most likely token, by torch. For programs that bring no sampling of their own."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from compilerllm.ir.step import Int32, Sampled, SampleRows, SamplingTables
+from compilerllm.ir.step import Int32, Sampled, SampleRows
 from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.launch.gpu.backend import Backend, Mark
 from compilerllm.kernels.launch.gpu.steps import RING
@@ -17,38 +16,6 @@ GREEDY = "greedy"
 
 class UnsupportedSampling(KernelError):
     """A way of sampling that the artifact has no kernels for."""
-
-
-class StepSampler(Protocol):
-    """Sampling on the device, behind a step's forward and in the same stream.
-
-    ``addresses`` are the device tables by name, "last_token" among them. ``variants`` can be joined with a step's
-    forward in one graph.
-    """
-
-    tables: SamplingTables
-
-    @property
-    def addresses(self) -> Mapping[str, int]: ...
-
-    @property
-    def variants(self) -> tuple[str, ...]: ...
-
-    def prepare(self, rows: SampleRows) -> str:
-        """Send what the rows need that is not on the device; the variant to run, "" for one that joins no graph."""
-        ...
-
-    def work(self, variant: str, bucket_rows: int, row_slots: int) -> Callable[[], None]:
-        """What a graph captures: sampling of a bucket's rows, whose slots lie at the address ``row_slots``."""
-        ...
-
-    def run(self, rows: SampleRows, row_slots: int) -> None:
-        """The same without a graph, for exactly these rows."""
-        ...
-
-    def collect(self, rows: SampleRows) -> Callable[[], Sampled]:
-        """Start to copy the result; calling what it returns waits for it."""
-        ...
 
 
 class GreedySampler:
