@@ -74,7 +74,7 @@ def test_layers_against_the_interpreter(dtype: str, index: int) -> None:
         "sinks": torch.randn(4, generator=generator).to(TORCH[dtype]),
     }
     chooser = Pick(index)
-    buckets = [Bucket(64, 4, 64, 64), Bucket(4, 4, 4, 1)]
+    buckets = [Bucket(44, 3, 44, 44), Bucket(4, 4, 4, 1)]
     machine = Machine(module, params, buckets, num_blocks=12, chooser=chooser)
     assert {"qkv_rope_write", "rope", "kv_write", "prefill_attention", "decode_attention"} <= set(
         chooser.seen
