@@ -6,9 +6,10 @@ where they were sampled, and results come back behind an event.
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -25,6 +26,7 @@ from compilerllm.kernels.errors import ArtifactError
 from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.gpu import memory
 from compilerllm.kernels.launch.gpu.backend import Backend, BoundPlan, CudaBackend
+from compilerllm.kernels.launch.gpu.driver import KernelFault
 from compilerllm.kernels.launch.gpu.graphs import GraphSet, OnCapture, Recipe, captured_buckets
 from compilerllm.kernels.launch.gpu.memory import MemoryPlan
 from compilerllm.kernels.launch.gpu.parameters import Placement, load_parameters
@@ -48,7 +50,7 @@ class CudaOptions:
     """How a model runs on its device.
 
     graphs: steps are captured; mixed ones of up to ``max_graph_tokens`` tokens. check_launches: no graphs, and the host
-    waits after every launch, so that a kernel that fails is named. made_up_on_device: dummy weights are made there
+    waits after every launch, so that a kernel that fails is named; CUDA_LAUNCH_BLOCKING=1 in the environment says so too. made_up_on_device: dummy weights are made there
     (uniform within 0.001), not those that the dummy checkpoint would give.
     """
 
@@ -64,13 +66,16 @@ DEFAULT_OPTIONS = CudaOptions()
 class CudaPending:
     """A step on its way."""
 
-    def __init__(self, backend: Backend, finish: Callable[[], Sampled | None]) -> None:
-        self._backend, self._finish = backend, finish
+    def __init__(self, backend: Backend, bucket: Bucket, finish: Callable[[], Sampled | None]) -> None:
+        self._backend, self._bucket, self._finish = backend, bucket, finish
 
     def result(self) -> Sampled | None:
         """Wait for the step. Raises ``KernelFault`` where a kernel failed."""
         self._backend.attach()
-        return self._finish()
+        try:
+            return self._finish()
+        except KernelFault as error:
+            raise KernelFault(f"in the bucket of {self._bucket.tokens} tokens: {error}") from error
 
 
 class CudaModel:
@@ -131,6 +136,8 @@ class CudaModel:
             raise ArtifactInvalid(
                 f"{folder} holds no finished artifact. Build it with `compilerllm compile`."
             )
+        if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            options = replace(options, check_launches=True)
         if backend is None:
             backend = CudaBackend(int(manifest["capability"]))
         model = CudaModel(folder, manifest, backend, options, sampler)
@@ -333,10 +340,10 @@ class CudaModel:
         if rows is None:
             mark = next(self._ends)
             mark.record()
-            return CudaPending(self._backend, mark.wait)
+            return CudaPending(self._backend, self.buckets[bucket], mark.wait)
         if not joined:
             self.sampler.run(rows, self._row_slots(bucket))
-        return CudaPending(self._backend, self.sampler.collect(rows))
+        return CudaPending(self._backend, self.buckets[bucket], self.sampler.collect(rows))
 
     def _run(self, bucket: int, sizes: tuple[int, int, int]) -> None:
         """Launch by launch, at the step's own sizes."""

@@ -11,7 +11,9 @@ from compilerllm.compiled import StepTooLarge
 from compilerllm.compiled_cuda import CudaModel, CudaOptions, NoForward
 from compilerllm.ir.step import Bucket, Sampled
 from compilerllm.kernels.errors import ArtifactError
+from compilerllm.kernels.launch.gpu.driver import KernelFault
 from compilerllm.kernels.launch.gpu.memory import NoRoomForStates
+from compilerllm.kernels.launch.gpu.program import Kernel
 from compilerllm.kernels.launch.gpu.steps import StepRefused
 from compilerllm.kernels.triton.emit_sampling import draft_sampling, finish_sampling
 from compilerllm.kernels.triton.target import find_cuda_target
@@ -126,6 +128,30 @@ def test_unchanged_block_tables_are_not_sent_again(tmp_path: Path, monkeypatch: 
     object.__setattr__(third, "block_tables", first.block_tables)
     model.forward(third)
     assert model.logits().argmax(axis=1).tolist() == [7, 11]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_kernel_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool) -> None:
+    """A kernel that fails on the device: told with the result, by bucket; by node where every launch is waited for."""
+    if blocking:
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    model = make(tmp_path)
+    launched = interpreted.run_kernel
+
+    def run_kernel(kernel: Kernel, *args: object) -> None:
+        if kernel.name == "read":
+            raise KernelFault("illegal address")
+        launched(kernel, *args)
+
+    monkeypatch.setattr(interpreted, "run_kernel", run_kernel)
+    step = step_of([(0, [1], 0, [0])])
+    if blocking:
+        with pytest.raises(KernelFault, match=r"%1 = paged_attention  \[model\.layers\.0\] failed"):
+            model.enqueue(step, greedy([0]))
+    else:
+        pending = model.enqueue(step, greedy([0]))
+        with pytest.raises(KernelFault, match=r"in the bucket of 1 tokens: illegal"):
+            pending.result()
 
 
 def test_bucket_choice(tmp_path: Path) -> None:

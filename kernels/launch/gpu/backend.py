@@ -273,6 +273,8 @@ class CudaBackend:
             return replay_by_torch
         api, stream = self.driver.api, self.stream
         handle = api.CUgraphExec(graph.raw_cuda_graph_exec())
+        # Now, not at the first replay: so that what it takes of memory is seen, and no step waits for it.
+        self.driver.check(api.cuGraphUpload(handle, stream), "uploading a step's graph")
 
         def replay() -> None:
             if code := int(api.cuGraphLaunch(handle, stream)[0]):

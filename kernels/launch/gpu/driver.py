@@ -17,6 +17,8 @@ from compilerllm.kernels.errors import KernelError
 LaunchFunction = Callable[[int, int, int, int], int]  # config, function, parameters, extra (0) -> CUresult
 _STICKY = frozenset({700, 702, 709, 710, 714, 715, 716, 717, 718, 719})  # the context is lost after these
 _OUT_OF_MEMORY = 2
+# A kernel that fails takes the context with it, so that the step cannot be run again to see which one it was.
+NAME_IT = ", with CUDA_LAUNCH_BLOCKING=1 to have the kernel's IR node and module named"
 
 
 class CudaError(KernelError):
@@ -152,7 +154,9 @@ class Driver:
         if code == _OUT_OF_MEMORY:
             return DeviceOutOfMemory(f"{what}: the GPU is out of memory. Lower --memory-utilization.")
         if code in _STICKY:
-            return KernelFault(f"{what}: {self.describe(code)}. The GPU's context is lost; start again.")
+            return KernelFault(
+                f"{what}: {self.describe(code)}. The GPU's context is lost; start again{NAME_IT}."
+            )
         return CudaError(f"{what}: {self.describe(code)}")
 
     def describe(self, code: int) -> str:
