@@ -159,7 +159,10 @@ def _matmul(s: Shape, target: CudaTarget, tensor_cores: bool) -> Iterator[tuple[
     for bm, bn, bk, warps in TILES if tensor_cores else WIDE_TILES:
         if bm > max(16, largest) or (bm < min(64, largest) and tensor_cores):
             continue
-        if s.halves == 2 and bm * bn > 128 * 128:
+        sums = (
+            bm * bn * s.halves // (32 * warps)
+        )  # in each thread; more registers than there are go to memory
+        if sums > 128 or (sums == 128 and s.halves == 2 and bk > 64):
             continue
         if bk > max(32, power_of_two(s.k)) or bn > max(32, power_of_two(s.n)):
             continue
