@@ -63,6 +63,9 @@ def _not_fusable(norm: Node, linear: Node, matcher: Matcher) -> str | None:
     normed = norm.outputs[0]
     if not matcher.used_once(normed):
         return f"%{normed.name} has other uses"
+    made = matcher.producers.get(norm.operand(0))
+    if made is not None and made.op == "gather_rows":
+        return "its rows are gathered, which a norm of its own does by their index"
     weights = [norm.input(2), linear.input(1), linear.input(2)]
     if weights[0] is None:
         return "the norm has no weight"
