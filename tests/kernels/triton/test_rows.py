@@ -161,6 +161,14 @@ def test_wide_rows_and_packed_tables() -> None:
         draft_program(parse_module(packed), [Bucket(2, 1, 1, 32)], TARGETS[2])
 
 
+def test_a_weight_that_the_step_computes_is_not_read_before_the_wait() -> None:
+    for weight, kernel in (("%w", "norm:norm"), ("%v", "norm:norm_wide")):
+        body = f"%v = mul(%w, scalar=2.0) : f32[8]\n%y = rms_norm(%x, {weight}, eps=1e-05) : f32[T, 8]"
+        text = function("%x: f32[T, 8]", body, "%y", "param %w : f32[8]")
+        (emitted,) = draft_program(parse_module(text), [Bucket(2, 1, 1, 32)], TARGETS[2]).buckets
+        assert emitted.calls[-1].source is not None and emitted.calls[-1].source.template == kernel
+
+
 BF16: dict[str, Any] = dict.fromkeys(("x", "residual", "weight", "normed", "total"), "*bf16")
 
 
