@@ -84,7 +84,7 @@ _IMPORT = re.compile(r"^from \.(\w+) import", re.M)
 
 @cache
 def source_text(module: str) -> str:
-    """Source of a template module and of every module of the package that it imports, directly or not."""
+    """Source of a template module, then of every module of the package that it imports, directly or not."""
     found: dict[str, str] = {}
     wanted = [module]
     while wanted:
@@ -93,7 +93,7 @@ def source_text(module: str) -> str:
             continue
         found[name] = _generated[name] if name in _generated else (_TEMPLATES / f"{name}.py").read_text()
         wanted += _IMPORT.findall(found[name])
-    return "\0".join(found[name] for name in sorted(found))
+    return "\0".join((found.pop(module), *(found[name] for name in sorted(found))))
 
 
 @cache

@@ -122,6 +122,14 @@ def assert_close(out: torch.Tensor, reference: torch.Tensor, scale: float = 1.0)
     assert error <= bound, f"largest error {error:.3g}, allowed {bound:.3g}"
 
 
+def assert_same(out: torch.Tensor, reference: torch.Tensor) -> None:
+    """Equal bits in the interpreter; a GPU may contract a * b + c, which moves a rounding now and then."""
+    if NATIVE:
+        assert_close(out, reference)
+    else:
+        assert torch.equal(out.cpu(), reference.cpu())
+
+
 class Guarded:
     """A result buffer, poisoned, with guard bytes before and behind it that ``check`` finds unchanged."""
 
@@ -224,6 +232,8 @@ class _Native:
         from compilerllm.kernels.launch.gpu.driver import Driver
 
         self.program, cubins = build_program(draft, Path(tempfile.gettempdir()) / "compilerllm-test-kernels")
+        torch.cuda.init()
+        torch.zeros(1, device="cuda")  # makes torch's context the thread's
         self._driver = Driver()
         files = {c.key: c for c in cubins.values()}
         self._loaded = [
@@ -324,6 +334,6 @@ def run_module(
 
 
 __all__ = [
-    "NATIVE", "TARGET", "TORCH", "TRITON_TYPES", "Guarded", "Machine", "assert_close", "cross_compile", "device", "launch",
+    "NATIVE", "TARGET", "TORCH", "TRITON_TYPES", "Guarded", "Machine", "assert_close", "assert_same", "cross_compile", "device", "launch",
     "run_module",
 ]  # fmt: skip

@@ -23,7 +23,7 @@ from compilerllm.kernels.triton.target import TARGETS
 from compilerllm.passes.inline_calls import inline_calls
 from tests.ir.op_samples import ALL, IDS, function
 from tests.kernels.reference.steps import random_inputs, random_params
-from tests.kernels.triton.harness import assert_close, run_module
+from tests.kernels.triton.harness import assert_close, assert_same, run_module
 
 MOVES = {
     "reshape",
@@ -84,7 +84,7 @@ def test_a_group_rounds_as_its_ops_do(rows: int) -> None:
     x, w = torch.randn(rows, 96).bfloat16(), torch.randn(96).bfloat16()
     (got,) = run_module(text, {}, [x, w], bucket=Bucket(rows, 1, 1, 64))
     (want,) = Interpreter(parse_module(text), {}).run(x, w)
-    assert torch.equal(got.cpu(), want)
+    assert_same(got, want)
 
 
 SOFT = function(

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from compilerllm.kernels.reference import fused_ops, model_ops, serving_ops
-from tests.kernels.triton.harness import TORCH, Guarded, assert_close, cross_compile, device, launch
+from tests.kernels.triton.harness import (
+    TORCH,
+    Guarded,
+    assert_close,
+    assert_same,
+    cross_compile,
+    device,
+    launch,
+)
 from tests.kernels.triton.paged import Paged, make_paged
 
 MIXED = [(0, 5), (40, 1), (31, 3), (0, 1)]
@@ -81,7 +89,7 @@ def test_rope(style: str, half_width: bool, dim: int, rot: int, dtype: str, f32:
         x.cpu(), cos.cpu(), sin.cpu(), style=style, head_axis=-2, half_width=half_width, f32=f32
     )
     if dtype == "bf16" and not f32:
-        assert torch.equal(out.check().cpu(), want)  # the roundings are the reference's
+        assert_same(out.check(), want)  # the roundings are the reference's
     else:
         assert_close(out.check(), want)
 
@@ -95,7 +103,7 @@ def same_cache(paged: Paged, exact: bool) -> None:
     out, want = paged.content(), paged.state.data
     assert torch.equal(out.isnan(), want.isnan()), "other rows of the cache were written"
     if exact:
-        assert torch.equal(out.nan_to_num(), want.nan_to_num())
+        assert_same(out.nan_to_num(), want.nan_to_num())
     else:
         assert_close(out.nan_to_num(), want.nan_to_num())
 
@@ -182,7 +190,7 @@ def test_qkv_rope_write(case: dict[str, Any], lengths: list[tuple[int, int]], dt
     )
     exact = dtype == "bf16" and not case.get("norm") and not f32
     if exact:
-        assert torch.equal(out.check().cpu()[: paged.tokens], want)
+        assert_same(out.check()[: paged.tokens], want)
     else:
         assert_close(out.check()[: paged.tokens], want)
     same_cache(paged, exact)
