@@ -22,7 +22,10 @@ from compilerllm.kernels.triton.target import CudaTarget
 BLOCK = 1024  # columns of a row that a program reads at a time
 LIST = 4096  # columns of a row that may survive top-k and top-p, before its cuts are found in the row itself
 TOPS = 2048  # groups of a row whose largest values bound its cuts
-MOST_SPLITS, FEWEST_SPLITS = 32, 4
+MOST_SPLITS, FEWEST_SPLITS = (
+    32,
+    4,
+)  # programs a row; greedy, which reads a row once, takes up to twice as many
 Typed = tuple[Pointer, str]
 
 
@@ -65,8 +68,9 @@ class _Emitter:
         self.vocab, self.rows, self.target, self.variant = vocab, rows, target, variant
         self.pdl = target.pdl and level >= 2
         self.out = Emitted(Bucket(rows, rows, rows, 1))
-        wanted = -(-2 * target.sms // rows)
-        splits = min(MOST_SPLITS, max(FEWEST_SPLITS, 1 << (wanted - 1).bit_length()))
+        wanted = -(-8 * target.sms // rows)
+        most = MOST_SPLITS * (2 if variant == GREEDY else 1)
+        splits = min(most, max(FEWEST_SPLITS, 1 << (wanted - 1).bit_length()))
         self.splits = splits if variant != FULL else MOST_SPLITS
         self.span = -(-vocab // self.splits)
         self.meta: Typed = (Pointer("table", "row_meta"), "i32")
