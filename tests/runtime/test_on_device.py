@@ -10,6 +10,8 @@ from compilerllm.ir.step import AsyncExecutable, Bucket
 from compilerllm.runtime.engine import InProcessEngine
 from compilerllm.runtime.messages import Request
 from compilerllm.sampling_params import SamplingParams
+from tests.kernels.gpu.greedy import GreedySampler
+from tests.kernels.gpu.greedy import GreedySampler
 from tests.kernels.gpu.tiny import VOCAB, IdentitySource, write_artifact
 
 interpreted = pytest.importorskip("compilerllm.kernels.triton.interpreted_backend")
@@ -32,6 +34,7 @@ def test_chunks_preemptions_and_late_results(tmp_path: Path, ahead: bool) -> Non
         IdentitySource(),
         backend=interpreted.InterpretedBackend(),
         options=CudaOptions(max_graph_tokens=16),
+        sampler=GreedySampler,
     )
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=ahead)
     engine = InProcessEngine(
