@@ -310,9 +310,9 @@ def test_few_slots_run_as_gemv_and_many_in_larger_blocks() -> None:
     assert not any(c["path"] == "gemv" for c in choices(64))
 
 
-def test_every_candidate_fits_a_small_chip() -> None:
-    for tokens in (1, 64, 8192):
-        assert 0 < len(choices(tokens, shared=101_376)) < len(choices(tokens)) + 1
+def test_a_small_chip_has_fewer_candidates_but_some() -> None:
+    assert all(choices(tokens, shared=101_376) for tokens in (1, 64, 8192))
+    assert len(choices(8192, shared=101_376)) < len(choices(8192))
 
 
 def test_packed_experts_are_refused_with_what_to_do() -> None:
