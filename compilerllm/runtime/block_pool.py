@@ -165,8 +165,9 @@ class BlockPool:
         if not self._free_slots:
             return False
         for group, table in zip(self._groups, hit.tables, strict=True):
-            waking = sum(1 for block in table if block >= 0 and group.references[block] == 0)
-            needed = min(-(-length // group.block_size) - len(table), group.most)
+            live = [block for block in table if block >= 0]
+            waking = sum(1 for block in live if group.references[block] == 0)
+            needed = min(-(-length // group.block_size) - len(table), group.most - len(live))
             if group.num_free - waking < needed + spare:
                 return False
         for group, table in zip(self._groups, hit.tables, strict=True):

@@ -1,5 +1,6 @@
 """From a step of sequences to the arrays a program takes and back, and the device tables by slot."""
 
+from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -77,7 +78,6 @@ class Runner:
 
     def _prepare_any(self, step: Step, seqs: list[Sequence]) -> Launch:
         tokens: list[int] = []
-        positions: list[int] = []
         starts = [0]
         sample_rows: list[int] = []
         for chunk in step.chunks:
@@ -88,15 +88,18 @@ class Runner:
                 tokens += chunk.drafts
             elif len(known) < end - start:
                 tokens.append(-1 - seq.slot)
-            positions += range(start, end)
             starts.append(len(tokens))
             sample_rows += range(len(tokens) - chunk.samples, len(tokens))
         slots = [seq.slot for seq in seqs]
+        query_start: Int32 = np.array(starts, np.int32)
+        lengths = query_start[1:] - query_start[:-1]
+        seq_lens: Int32 = np.array([chunk.end for chunk in step.chunks], np.int32)
+        positions = np.repeat(seq_lens - query_start[1:], lengths) + np.arange(len(tokens), dtype=np.int32)
         inputs = StepInputs(
-            token_ids=np.array(tokens, np.int32),
-            positions=np.array(positions, np.int32),
-            query_start=np.array(starts, np.int32),
-            seq_lens=np.array([chunk.end for chunk in step.chunks], np.int32),
+            token_ids=np.frombuffer(array("i", tokens), np.int32),  # much faster than from the list
+            positions=positions,
+            query_start=query_start,
+            seq_lens=seq_lens,
             block_tables=self._gather_tables(seqs, slots),
             slots=np.array(slots, np.int32),
             sample_rows=np.array(sample_rows, np.int32),

@@ -67,6 +67,8 @@ def _unwrap(prompt: dict[str, Any], param: str) -> object:
 
 
 def _check_ids(token_ids: list[Any], param: str) -> list[int]:
+    if token_ids and set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < 2**31:
+        return token_ids
     for token_id in token_ids:
         if type(token_id) is not int or not 0 <= token_id < 2**31:
             raise InvalidParameter(f"{param} holds {token_id!r:.80}, which is no token id", param)

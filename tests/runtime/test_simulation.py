@@ -305,6 +305,22 @@ def test_a_tiny_pool_preempts_and_recomputes() -> None:
         assert sum(end.num_preemptions for end in simulation.ends.values()) == stats.num_preemptions
 
 
+def test_a_shared_beginning_does_not_ask_for_more_blocks_than_none() -> None:
+    """A window's blocks: those found count among the most that one sequence holds, or it would wait for ever."""
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    first, second = Submit(1, 4, [1], params), Submit(1, 15, [1], params)
+    for where in EVERYWHERE:
+        simulate(
+            WINDOWED,
+            [first, second],
+            num_blocks=8,
+            max_num_seqs=1,
+            max_tokens=7,
+            where=where,
+            max_prefill_chunk=5,
+        )
+
+
 def test_drafts_are_verified_several_a_step_and_rejected_ones_rolled_back() -> None:
     for groups in (PAGED, WINDOWED):
         drafter = GuessingDrafter(groups)
