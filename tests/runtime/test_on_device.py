@@ -11,7 +11,6 @@ from compilerllm.runtime.engine import InProcessEngine
 from compilerllm.runtime.messages import Request
 from compilerllm.sampling_params import SamplingParams
 from tests.kernels.gpu.greedy import GreedySampler
-from tests.kernels.gpu.greedy import GreedySampler
 from tests.kernels.gpu.tiny import VOCAB, IdentitySource, write_artifact
 
 interpreted = pytest.importorskip("compilerllm.kernels.triton.interpreted_backend")
