@@ -59,7 +59,7 @@ def norm(e: BucketEmitter, node: Node) -> None:
         "EPS": node.number("eps"), "OFFSET": float(node.number("offset", 0.0)), "CENTRE": "layer" in node.op,
         "ROUND_FIRST": bool(node.attrs.get("round_first")),
     }  # fmt: skip
-    if columns > WIDEST_ROW or not all(p is None or _fixed(e, p) for p in (weight, bias)):
+    if columns > WIDEST_ROW or not all(p is None or e.is_param(p) for p in (weight, bias)):
         constants["BLOCK"] = WIDE_BLOCK
         e.launch(node, "norm:norm_wide", (e.extent(count), 1, 1), args, constants, num_warps=8)
         return
@@ -68,11 +68,6 @@ def norm(e: BucketEmitter, node: Node) -> None:
     constants |= {"BLOCK": block, "ROWS": rows}
     warps = max(1, min(16, block * rows // 512))
     e.launch(node, "norm:norm", (covering(e, count, rows), 1, 1), args, constants, num_warps=warps)
-
-
-def _fixed(e: BucketEmitter, value: Value) -> bool:
-    """Whether nothing in a step writes it, so that a kernel may read it before it waits."""
-    return e.is_param(value) or e.ref(value).root in e.graph.inputs
 
 
 def _operand(node: Node, index: int) -> Value | None:

@@ -189,7 +189,10 @@ def test_rows_compile_for_every_target(target: Any) -> None:
     }
     gather = {"x": "*bf16", "index": "*i32", "out": "*bf16", "STRIDE": 4096, "COLUMNS": 4096, "BLOCK": 1024}
     for pdl in (False, True)[: 1 + target.pdl]:
-        cross_compile("norm:norm", norm | {"ROWS": 1}, capability=target.capability, num_warps=8, pdl=pdl)
+        facts = cross_compile(
+            "norm:norm", norm | {"ROWS": 1}, capability=target.capability, num_warps=8, pdl=pdl
+        )
+        assert facts["early"] == ([2] if pdl else []), "the weight, and it alone, is read before the wait"
         cross_compile("norm:norm_wide", norm, capability=target.capability, num_warps=8, pdl=pdl)
         cross_compile("embed:embedding", embed, capability=target.capability, pdl=pdl)
         cross_compile("embed:gather_rows", gather, capability=target.capability, pdl=pdl)
