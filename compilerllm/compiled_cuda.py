@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -30,7 +30,7 @@ from compilerllm.kernels.launch.gpu.driver import KernelFault
 from compilerllm.kernels.launch.gpu.graphs import GraphSet, OnCapture, Recipe, captured_buckets
 from compilerllm.kernels.launch.gpu.memory import MemoryPlan
 from compilerllm.kernels.launch.gpu.parameters import Placement, load_parameters
-from compilerllm.kernels.launch.gpu.program import Addresses, Program
+from compilerllm.kernels.launch.gpu.program import Addresses, Kernel, Launch, Program
 from compilerllm.kernels.launch.gpu.sampler import SamplerMaker, StepSampler
 from compilerllm.kernels.launch.gpu.sampling import GpuSampler
 from compilerllm.kernels.launch.gpu.steps import RING, StepStage, step_bytes
@@ -114,6 +114,7 @@ class CudaModel:
         self._plans: dict[int, BoundPlan] = {}
         self.graphs = GraphSet()
         self.start_seconds: dict[str, float] = {}  # where the start went
+        self.num_blocks = 0  # KV blocks of each group, from ``allocate`` on
         self._last: tuple[int, int] | None = None  # bucket and rows of the last step
 
     @staticmethod
@@ -239,7 +240,7 @@ class CudaModel:
         self, num_blocks: int, max_num_seqs: int, on_capture: OnCapture | None = None
     ) -> SamplingTables:
         """Reserve ``num_blocks`` KV blocks in each group and the sampling tables, then capture the graphs. Once."""
-        backend = self._backend
+        backend, self.num_blocks = self._backend, num_blocks
         backend.attach()
         sizes = [memory.state_block_bytes(s) * num_blocks for s in self.manifest["states"]]
         starts = np.cumsum([0, *(-(-size // 256) * 256 for size in sizes)]).tolist()
@@ -271,14 +272,15 @@ class CudaModel:
             plan, b = self._plan(bucket), self.buckets[bucket]
             self._stage.send_empty(bucket, _size(b)[:3])
             plan.run_checked(self._backend.synchronize)
-            recipes.append(Recipe(bucket, "", b.tokens, plan.nodes, plan.run))
+            count = len(plan.launches)
+            recipes.append(Recipe(bucket, "", b.tokens, count, plan.run))
             if b.max_query > 1:
                 continue
             for variant in self.sampler.variants:
                 sample = self.sampler.work(variant, b.rows, self._row_slots(bucket))
                 sample()
                 both = partial(_in_order, plan.run, sample)
-                recipes.append(Recipe(bucket, variant, b.tokens, plan.nodes + nodes.get(variant, 1), both))
+                recipes.append(Recipe(bucket, variant, b.tokens, count + nodes.get(variant, 1), both))
         self._backend.synchronize()
         first = time.perf_counter()
         self.graphs.capture(self._backend, recipes, on_capture)
@@ -348,11 +350,27 @@ class CudaModel:
     def _run(self, bucket: int, sizes: tuple[int, int, int]) -> None:
         """Launch by launch, at the step's own sizes."""
         plan = self._plan(bucket)
-        plan.size(dict(zip("TSR", sizes, strict=True)))
+        plan.size(_dims(*sizes))
         if self.options.check_launches:
             plan.run_checked(self._backend.synchronize)
         else:
             plan.run()
+
+    def launches_of(self, step: StepInputs) -> tuple[Sequence[Launch], Sequence[Kernel]]:
+        """What a step launches at its own sizes, in order, and the kernels that the launches number. For profiles."""
+        bucket = self.bucket_of(step)
+        plan = self._plan(bucket)
+        plan.size(_dims(len(step.token_ids), len(step.seq_lens), len(step.sample_rows)))
+        return tuple(plan.launches), self.program.kernels
+
+    def run_plain(self, step: StepInputs) -> None:
+        """Run a step's forward launch by launch, at its own sizes, and wait for it. For profiles."""
+        self._backend.attach()
+        bucket = self.bucket_of(step)
+        sizes = len(step.token_ids), len(step.seq_lens), len(step.sample_rows)
+        self._stage.send(bucket, step, None, sizes)
+        self._run(bucket, sizes)
+        self._backend.synchronize()
 
     def forward(self, step: StepInputs) -> None:
         """Run one step and wait for it."""
@@ -405,6 +423,10 @@ def _size(bucket: Bucket) -> tuple[int, int, int, int]:
 
 def void(result: object) -> None:
     """Forget a result: for lambdas that are run for what they do."""
+
+
+def _dims(tokens: int, sequences: int, rows: int) -> dict[str, int]:
+    return {"T": tokens, "S": sequences, "R": rows}
 
 
 def _in_order(*works: Callable[[], None]) -> None:

@@ -32,9 +32,9 @@ class InterpretedPlan:
         self._dims = {"T": b.tokens, "S": b.sequences, "R": b.rows}
 
     @property
-    def nodes(self) -> int:
-        """Launches that a step makes."""
-        return len(self.plan.launches)
+    def launches(self) -> Sequence[Launch]:
+        """What ``run`` launches, in order."""
+        return [x for x in self.plan.launches if 0 not in arguments(x, self._addresses, self._dims)[1]]
 
     def size(self, dims: dict[str, int]) -> None:
         """Run at these sizes from now on."""

@@ -106,6 +106,18 @@ def test_forward_sample_and_logits(tmp_path: Path) -> None:
     assert model.logits().argmax(axis=1).tolist() == [(7 + 9 + 0 + 4) % VOCAB]
 
 
+def test_plain_runs_are_described(tmp_path: Path) -> None:
+    """What a profile compares its records with: launches at the step's own sizes, empty ones left out."""
+    model = make(tmp_path)
+    step = step_of([(0, [7, 9, 1], 0, [3])])
+    launches, kernels = model.launches_of(step)
+    assert [kernels[x.kernel].name for x in launches] == ["write", "read", "gather", ""]
+    silent = step_of([(0, [7, 9, 1], 0, [3])], sample=False)
+    assert len(model.launches_of(silent)[0]) == 3
+    model.run_plain(step)
+    assert model.num_blocks == 8
+
+
 def test_unchanged_block_tables_are_not_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very array of the step before stays where it is; another bucket's layout needs it anew."""
     model = make(tmp_path)

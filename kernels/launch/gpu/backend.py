@@ -22,7 +22,7 @@ from compilerllm.kernels.launch.gpu.driver import (
     open_device,
 )
 from compilerllm.kernels.launch.gpu.launcher import PackedPlan, check_kernel
-from compilerllm.kernels.launch.gpu.program import Addresses, Kernel, Plan, Program
+from compilerllm.kernels.launch.gpu.program import Addresses, Kernel, Launch, Plan, Program
 
 ALIGNMENT = 256  # bytes; of every allocation
 
@@ -41,7 +41,7 @@ class BoundPlan(Protocol):
     """A plan at its addresses. ``size`` makes it run at exact sizes (T, S, R); at first it runs at its bucket's."""
 
     @property
-    def nodes(self) -> int: ...
+    def launches(self) -> Sequence[Launch]: ...
 
     def size(self, dims: dict[str, int]) -> None: ...
 

@@ -178,9 +178,9 @@ class PackedPlan:
         return partial(_succeed, call)
 
     @property
-    def nodes(self) -> int:
-        """Launches that a step makes, which is about the nodes of its graph."""
-        return len(self._calls)
+    def launches(self) -> Sequence[Launch]:
+        """What ``run`` launches, in order: at the present sizes, without those that have nothing to do."""
+        return self._sources
 
     def run(self) -> None:
         """Give all launches to the stream. Raises ``KernelFault`` for one that the driver does not take."""

@@ -82,7 +82,7 @@ def test_exact_sizes() -> None:
     launch.told.clear()
     plan.run()
     assert [(t[0], t[1]) for t in launch.told] == [(101, (1, 2, 1)), (102, (1, 1, 1))]
-    assert plan.nodes == 2
+    assert [x.node for x in plan.launches] == ["%1 = linear  [layers.3]", "%2 = rows"]
 
 
 def test_refused_launch_names_node_and_module() -> None:
