@@ -224,8 +224,8 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
         nonlocal started, running
         now = time.perf_counter()
         if running:
-            seconds[running] = now - started
-        started, running = now, name
+            seconds[running] = seconds.get(running, 0.0) + now - started
+        started, running = now, name.partition(" ")[0]  # "compile 12/80" goes on with compile
         if name:
             on_stage(name)
 
