@@ -7,6 +7,7 @@ compilerllm tune meta-llama/Llama-3.1-8B --tokens 1,8,64
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--families", default="", help="Only these kernel families, such as linear,decode. [all]"
     )
+    parser.add_argument(
+        "--candidates", type=int, default=12, help="Candidates of a problem, the most promising first. [12]"
+    )
     parser.add_argument("--dtype", default="auto", help="As for serve. [auto]")
     parser.add_argument("--output", type=Path, help="File to merge into. [the cache's]")
     parser.add_argument("--milliseconds", type=float, default=20.0, help="Time spent on a candidate. [20]")
@@ -48,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     path = args.output or tuning_file(target.chip)
     data = measure(
         module, target, _numbers("--sequences", args.sequences), _numbers("--tokens", args.tokens),
-        set(filter(None, args.families.split(","))), args.milliseconds / 1e3,
+        set(filter(None, args.families.split(","))), args.candidates, args.milliseconds / 1e3,
     )  # fmt: skip
     merge_into(path, data)
     for family, problems in sorted(data.entries.items()):
@@ -77,9 +81,15 @@ def merge_into(path: Path, data: "TuningData") -> None:
 
 
 def measure(
-    module: "Module", target: Any, sequences: list[int], tokens: list[int], families: set[str], seconds: float
+    module: "Module",
+    target: Any,
+    sequences: list[int],
+    tokens: list[int],
+    families: set[str],
+    most: int,
+    seconds: float,
 ) -> "TuningData":
-    """Time the model's problems, with a progress bar."""
+    """Time the first ``most`` candidates of each of the model's problems, with a progress bar."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -91,7 +101,9 @@ def measure(
 
     buckets = [Bucket(s, s, s, 1) for s in sequences] + [Bucket(t, min(t, 16), min(t, 16), t) for t in tokens]
     tasks = find_tasks(flat_module(module), buckets, target, 3, prepare_bucket)
-    tasks = [t for t in tasks if not families or t.family in families]
+    tasks = [
+        replace(t, candidates=t.candidates[:most]) for t in tasks if not families or t.family in families
+    ]
     with Progress(console=Console(stderr=True), transient=True) as bar:
         line = bar.add_task("", total=None)
 
