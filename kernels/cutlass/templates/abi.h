@@ -3,7 +3,18 @@
 #include <cstddef>
 
 namespace cllm {
-enum Code { kOk, kNoInstance, kBadShape, kMisaligned, kNoOperand, kSmallWorkspace, kRefused, kNotPrepared, kNotLaunched };
+enum Code {
+  kOk,
+  kNoInstance,
+  kBadShape,
+  kMisaligned,
+  kNoOperand,
+  kSmallWorkspace,
+  kRefused,
+  kNotPrepared,
+  kNotLaunched,
+  kNoDevice
+};
 
 struct Call {
   const void* a;

@@ -11,12 +11,13 @@ from compilerllm.kernels.launch.gpu.libraries import LibraryCall, library, nothi
 MESSAGES = {
     1: "the library has no such instance",
     2: "M, N, K and the number of groups must be at least 1",
-    3: "K or N is no multiple of what 16-byte rows want",
+    3: "an operand or its rows (K or N) do not start at multiples of 16 bytes",
     4: "an operand that the instance reads is missing",
     5: "the workspace is too small",
     6: "CUTLASS refuses the shape",
-    7: "CUTLASS could not prepare the launch: is this GPU of compute capability 9.0?",
+    7: "CUTLASS could not prepare the launch",
     8: "the driver did not take the launch",
+    9: "the current device is no GPU of compute capability 9.0 (H100, H200)",
 }
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 

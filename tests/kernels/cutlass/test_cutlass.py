@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from compilerllm.kernels.cutlass import build
 from compilerllm.kernels.cutlass.candidates import candidates, gemm_fixed, grouped_candidates
@@ -105,10 +106,15 @@ def test_a_library_is_built_and_refuses_bad_calls(tmp_path: Path) -> None:
     assert made.names == (PLAIN.name,) and seen == [(1, 1, PLAIN.name)]
     for instance, k, groups, message in (
         (1, 64, 0, "no such instance"),
-        (0, 60, 0, "16-byte"),
+        (0, 60, 0, "16 bytes"),
         (0, 64, 2, "no such"),
     ):
         with pytest.raises(CutlassError, match=message):
             made.workspace(instance, 16, 128, k, groups)
     with pytest.raises(CutlassError, match="missing"):
         made.run(0, 0, 0, 0, 0, 0, 16, 128, 64, 0, 0, 0, 0)
+    with pytest.raises(CutlassError, match="16 bytes"):
+        made.run(0, 4097, 4096, 0, 0, 4096, 16, 128, 64, 0, 0, 0, 0)
+    if not torch.cuda.is_available():
+        with pytest.raises(CutlassError, match="no GPU"):
+            made.run(0, 4096, 4096, 0, 0, 4096, 16, 128, 64, 0, 0, 0, 0)
