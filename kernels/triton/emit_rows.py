@@ -143,8 +143,15 @@ def embedding(e: BucketEmitter, node: Node) -> None:
             f"{node!r} reads a table packed as {table.dtype}; use a checkpoint that is not quantised, or --weights dense"
         )
     block = min(1024, power_of_two(columns))
+    scaling, scale = _scaling(e, node), None
+    if scaling is not None:
+        out, scale = scaling.output, scaling.number("scalar")
     args: dict[str, Arg] = {"ids": e.arg(ids), "table": e.arg(table), "out": e.arg(out)}
-    constants: dict[str, ConstValue] = {"COLUMNS": columns, "SCALE": None, "BLOCK": block}
+    constants: dict[str, ConstValue] = {
+        "COLUMNS": columns,
+        "SCALE": scale,
+        "BLOCK": block,
+    }
     if e.is_step:
         args["last_token"] = e.typed(e.table("last_token"), "i32")
     else:
@@ -161,4 +168,23 @@ def full(e: BucketEmitter, node: Node) -> None:
             u.op in NORM_OPS and u.inputs[1] is node.output and u.inputs[0] is not node.output for u in users
         ):
             return
+    single(e, node)
+
+
+def _scaling(e: BucketEmitter, node: Node) -> Node | None:
+    """The multiplication by a number that alone reads an embedding."""
+    users = e.uses[node.output]
+    if node.output in e.graph.outputs or len(users) != 1:
+        return None
+    (user,) = users
+    scales = user.op == "mul" and "scalar" in user.attrs and user.output.type == node.output.type
+    return user if scales and node.output.dtype in ("f32", "bf16", "f16") else None
+
+
+@emitter("mul")
+def mul(e: BucketEmitter, node: Node) -> None:
+    """A product; nothing where the embedding before it is scaled as it is read."""
+    maker = e.producer(node.operand(0))
+    if maker is not None and maker.op == "embedding" and _scaling(e, maker) is node:
+        return
     single(e, node)

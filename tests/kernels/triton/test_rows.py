@@ -142,6 +142,17 @@ def test_the_head_of_a_model_reads_sampled_rows_in_its_norm() -> None:
         assert_close(got, want, 400.0)  # bf16 results, cast
 
 
+def test_an_embedding_is_scaled_as_it_is_read() -> None:
+    body = "%x = embedding(%i, %t) : bf16[T, 24]\n%y = mul(%x, scalar=2.3) : bf16[T, 24]"
+    module = parse_module(function("%i: i32[T]", body, "%y", "param %t : bf16[30, 24]"))
+    params, ids = {"t": random(30, 24, dtype="bf16")}, torch.tensor([3, 0, 29], dtype=torch.int32)
+    machine = Machine(module, params, [Bucket(3, 1, 1, 32)])
+    assert len(machine.program.plans[0].launches) == 1
+    (got,) = machine.run(0, None, [ids])
+    (want,) = Interpreter(module, {"t": params["t"].cpu()}).run(ids)
+    assert torch.equal(got.cpu(), want)
+
+
 def test_gathers_that_others_read_are_made() -> None:
     text = HEAD.replace("%y = cast(%m", "%u = add(%m, %a) : bf16[R, 24]\n  %y = cast(%u")
     (emitted,) = draft_program(parse_module(text), [Bucket(3, 2, 2, 32)], TARGETS[2]).buckets
