@@ -11,6 +11,7 @@ from compilerllm.kernels.triton.groups import WIDEST_ROW
 from compilerllm.kernels.triton.source import ConstValue
 
 NORM_OPS = frozenset(("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"))
+ADDING = frozenset(("add_rms_norm", "add_layer_norm"))
 WIDE_BLOCK = 4096  # columns at a time of rows wider than WIDEST_ROW
 ROW_TILE = 2048  # elements of a program, where rows are shorter
 
@@ -165,7 +166,7 @@ def full(e: BucketEmitter, node: Node) -> None:
     if node.number("value") == 0 and node.output not in e.graph.outputs:
         users = e.uses[node.output]
         if users and all(
-            u.op in NORM_OPS and u.inputs[1] is node.output and u.inputs[0] is not node.output for u in users
+            u.op in ADDING and u.inputs[1] is node.output and u.inputs[0] is not node.output for u in users
         ):
             return
     single(e, node)
