@@ -7,8 +7,8 @@ from compilerllm.ir.dims import Dim, substitute
 from compilerllm.ir.graph import Module, Value
 from compilerllm.ir.step import Bucket
 from compilerllm.kernels.cpu.emitter import Program
-from compilerllm.kernels.cpu.refs import view_roots
 from compilerllm.kernels.launch.memory import aligned
+from compilerllm.kernels.refs import view_roots
 from compilerllm.passes.plan_memory import plan_memory
 
 

@@ -7,8 +7,9 @@ from compilerllm.ir.graph import Node, Value
 from compilerllm.kernels.cpu.emit_ops import norm_params
 from compilerllm.kernels.cpu.emitter import FunctionEmitter, emitter, float_type, optional
 from compilerllm.kernels.cpu.loops import c_number, emit_copy
-from compilerllm.kernels.cpu.refs import Ref, c_dim, dense_strides
+from compilerllm.kernels.cpu.refs import CRef, c_dim
 from compilerllm.kernels.errors import UnsupportedByTarget
+from compilerllm.kernels.refs import dense_strides
 
 
 @emitter("rotary_table")
@@ -20,7 +21,7 @@ def rotary_table(e: FunctionEmitter, node: Node) -> None:
     pointer = ref.pointer
     if positions.dtype != "i32":
         pointer = e.scratch(positions.tensor.numel * 4, "int32_t")
-        emit_copy(e, Ref(pointer, "i32", positions.shape, dense_strides(positions.shape), positions), ref)
+        emit_copy(e, CRef(pointer, "i32", positions.shape, dense_strides(positions.shape), positions), ref)
         e.sync()
     rounds = "true" if cos.dtype == "bf16" else "false"
     half = c_dim(freq.shape[0])
@@ -53,7 +54,7 @@ def _spread(e: FunctionEmitter, node: Node, value: Value, table: str) -> None:
         "half_width": ((*lead, half), (*rows, 1)),
     }[layout]
     to = replace(e.ref(value), shape=shape, strides=dense_strides(shape))
-    emit_copy(e, to, Ref(table, "f32", shape, strides, value))
+    emit_copy(e, to, CRef(table, "f32", shape, strides, value))
     e.sync()
 
 

@@ -5,8 +5,9 @@ from compilerllm.ir.graph import Node, Value
 from compilerllm.kernels.cpu.emitter import FunctionEmitter, emitter
 from compilerllm.kernels.cpu.loops import POINTWISE_OPS, REDUCTION_OPS, LoopNest, emit_copy
 from compilerllm.kernels.cpu.opaque import emit_opaque, is_opaque
-from compilerllm.kernels.cpu.refs import Ref, c_dim, view
+from compilerllm.kernels.cpu.refs import CRef, c_dim
 from compilerllm.kernels.errors import UnsupportedByTarget
+from compilerllm.kernels.refs import view
 
 
 @emitter("concat")
@@ -16,7 +17,7 @@ def concat(e: FunctionEmitter, node: Node) -> None:
     at: Dim = 0
     for value in node.operands:
         offset = out.offset + at * out.strides[axis]
-        target = Ref(out.base, out.dtype, value.shape, out.strides, out.root, offset)
+        target = CRef(out.base, out.dtype, value.shape, out.strides, out.root, offset)
         emit_copy(e, target, e.ref(value))
         at = at + value.shape[axis]
     e.sync()
@@ -45,7 +46,7 @@ def iota(e: FunctionEmitter, node: Node) -> None:
     e.note(node, "iota")
 
 
-def loop_source(e: FunctionEmitter, value: Value) -> Ref:
+def loop_source(e: FunctionEmitter, value: Value) -> CRef:
     """A group's operand: its last axis must step by one (or be broadcast), otherwise it is made dense."""
     ref = e.ref(value)
     if ref.shape and ref.shape[-1] != 1 and ref.strides[-1] not in (0, 1):

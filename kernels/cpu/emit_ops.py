@@ -5,9 +5,10 @@ from compilerllm.ir.graph import Node
 from compilerllm.ir.types import DTYPE_BYTES
 from compilerllm.kernels.cpu.emitter import FunctionEmitter, emitter, float_type, optional
 from compilerllm.kernels.cpu.loops import c_number, emit_copy
-from compilerllm.kernels.cpu.refs import Ref, c_dim, dense_strides
+from compilerllm.kernels.cpu.refs import CRef, c_dim
 from compilerllm.kernels.cpu.select import gated_panels, weight_tag
 from compilerllm.kernels.errors import UnsupportedByTarget
+from compilerllm.kernels.refs import dense_strides
 
 ACTIVATIONS = {
     "silu": "Silu", "gelu": "GeluErf", "gelu_tanh": "GeluTanh", "relu": "Relu", "relu2": "Relu2", "sigmoid": "Sigmoid",
@@ -108,7 +109,7 @@ def embedding(e: FunctionEmitter, node: Node) -> None:
     pointer, count, width = ref.pointer, c_dim(ids.tensor.numel), c_dim(out.shape[-1])
     if ids.dtype == "i64":
         pointer = e.scratch(ids.tensor.numel * 4, "int32_t")
-        emit_copy(e, Ref(pointer, "i32", ids.shape, dense_strides(ids.shape), ids), ref)
+        emit_copy(e, CRef(pointer, "i32", ids.shape, dense_strides(ids.shape), ids), ref)
         e.sync()
     index = e.graph.params.index(e.graph.param(table.name))
     tag = weight_tag(e.graph.param(table.name).recipe, default="")
@@ -173,7 +174,7 @@ def add_norm(e: FunctionEmitter, node: Node) -> None:
 @emitter("step_field")
 def step_field(e: FunctionEmitter, node: Node) -> None:
     out = node.output
-    e.refs[out] = Ref(f"c.step->{node.text('field')}", "i32", out.shape, dense_strides(out.shape), out)
+    e.refs[out] = CRef(f"c.step->{node.text('field')}", "i32", out.shape, dense_strides(out.shape), out)
 
 
 @emitter("gated_act")

@@ -14,8 +14,9 @@ from compilerllm.ir.text import print_node
 from compilerllm.ir.types import StepType
 from compilerllm.kernels.cpu.loops import emit_copy
 from compilerllm.kernels.cpu.opaque import HostCall
-from compilerllm.kernels.cpu.refs import C_TYPES, VIEW_OPS, Ref, dense_strides, view
+from compilerllm.kernels.cpu.refs import C_TYPES, CRef
 from compilerllm.kernels.errors import UnsupportedByTarget
+from compilerllm.kernels.refs import VIEW_OPS, dense_strides, view
 from compilerllm.kernels.spec import KernelSpec
 
 
@@ -65,7 +66,7 @@ class FunctionEmitter:
         self.module, self.graph, self.program = module, graph, program
         self.windows, self.tables = windows, tables
         self.lines: list[str] = []
-        self.refs: dict[Value, Ref] = {}
+        self.refs: dict[Value, CRef] = {}
         self._param_index = {p.value: i for i, p in enumerate(graph.params)}
         self._state_index = {v: i for i, v in enumerate(graph.states)}
         self._out_names = self._output_pointers()
@@ -97,7 +98,7 @@ class FunctionEmitter:
         """Include a header of ``csrc``."""
         self.program.headers.add(header)
 
-    def ref(self, value: Value) -> Ref:
+    def ref(self, value: Value) -> CRef:
         """Where ``value`` lives. Inputs, params and node results have dense memory; views were noted when emitted."""
         found = self.refs.get(value)
         if found is None:
@@ -105,7 +106,7 @@ class FunctionEmitter:
             self.refs[value] = found
         return found
 
-    def _new_ref(self, value: Value) -> Ref:
+    def _new_ref(self, value: Value) -> CRef:
         dtype, shape = value.dtype, value.shape
         if value in self._param_index:
             base = f"((const {C_TYPES.get(dtype, 'uint8_t')}*)params_[{self._param_index[value]}])"
@@ -114,7 +115,7 @@ class FunctionEmitter:
         else:
             base = self._allocate(value)
         strides = dense_strides(shape)
-        return Ref(base, dtype, shape, strides, value)
+        return CRef(base, dtype, shape, strides, value)
 
     def _allocate(self, value: Value) -> str:
         c_type = "float" if value in self.tables else C_TYPES[value.dtype]
@@ -166,29 +167,29 @@ class FunctionEmitter:
         """The step's sequences with the block table of the state's group, as kernels take them."""
         return f"c.meta({self.group(state)})"
 
-    def rows(self, value: Value, lead: int) -> tuple[Ref, str, int, str]:
+    def rows(self, value: Value, lead: int) -> tuple[CRef, str, int, str]:
         """``value`` as rows (its first ``lead`` axes) of columns (the others): ref, rows, columns, row stride in elements.
 
         Copied to dense memory first where its strides need it. Raises ``UnsupportedByTarget`` for symbolic columns.
         """
         ref = self.ref(value)
-        shape = ref.rows(lead)
+        shape = ref.c_rows(lead)
         if shape is None:
             ref = self.dense(value)
-            shape = ref.rows(lead)
+            shape = ref.c_rows(lead)
         if shape is None:
             raise UnsupportedByTarget(
                 f"@{self.graph.name}: %{value.name} ({value.type}) has columns of symbolic extent"
             )
         return ref, *shape
 
-    def dense(self, value: Value) -> Ref:
+    def dense(self, value: Value) -> CRef:
         """``value`` without gaps, copied once if it has any."""
         ref = self.ref(value)
         if ref.contiguous or value in self.tables:
             return ref
         base = self.scratch(value.tensor.nbytes, ref.c_type)
-        self.refs[value] = Ref(base, value.dtype, value.shape, dense_strides(value.shape), value)
+        self.refs[value] = CRef(base, value.dtype, value.shape, dense_strides(value.shape), value)
         emit_copy(self, self.refs[value], ref)
         self.sync()
         return self.refs[value]
@@ -222,7 +223,7 @@ class FunctionEmitter:
         for index, value in enumerate(self.graph.outputs):
             if self._out_names.get(value) == f"out{index}":
                 continue
-            dense = Ref(f"out{index}", value.dtype, value.shape, dense_strides(value.shape), value)
+            dense = CRef(f"out{index}", value.dtype, value.shape, dense_strides(value.shape), value)
             emit_copy(self, dense, self.ref(value))
             self.sync()
 

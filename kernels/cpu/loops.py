@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from compilerllm.ir.dims import Dim, product
 from compilerllm.ir.graph import Node, Value
-from compilerllm.kernels.cpu.refs import C_TYPES, Ref, c_dim, merge_axes
+from compilerllm.kernels.cpu.refs import C_TYPES, CRef, c_dim
 from compilerllm.kernels.errors import UnsupportedByTarget
+from compilerllm.kernels.refs import merge_axes
 
 if TYPE_CHECKING:
     from compilerllm.kernels.cpu.emitter import FunctionEmitter
@@ -71,7 +72,7 @@ def c_number(value: float) -> str:
     return repr(float(value))
 
 
-def emit_copy(e: "FunctionEmitter", target: Ref, source: Ref) -> None:
+def emit_copy(e: "FunctionEmitter", target: CRef, source: CRef) -> None:
     """Move elements between two places of one shape; the innermost axis is a plain loop."""
     shape = target.shape
     lead = shape[:-1] if shape else ()
@@ -117,8 +118,8 @@ class LoopNest:
         self,
         e: "FunctionEmitter",
         nodes: Sequence[Node],
-        results: dict[Value, Ref],
-        sources: dict[Value, Ref],
+        results: dict[Value, CRef],
+        sources: dict[Value, CRef],
     ) -> None:
         self.e, self.nodes, self.results, self.sources = e, list(nodes), results, dict(sources)
         self.producers = {v: n for n in nodes for v in n.outputs}
@@ -167,7 +168,7 @@ class LoopNest:
         """Add a line at the loop's present depth."""
         self.e.line(self.indent + text)
 
-    def strides_of(self, value: Value, ref: Ref) -> tuple[Dim, ...]:
+    def strides_of(self, value: Value, ref: CRef) -> tuple[Dim, ...]:
         """Strides over the iteration space; axes the value is broadcast along step by 0."""
         shape, strides = ref.shape, ref.strides
         if value in self.dropped:

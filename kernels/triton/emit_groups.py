@@ -10,9 +10,9 @@ from compilerllm.ir.dims import Dim, free_dims, product, symbol
 from compilerllm.ir.graph import Attr, Node, Value
 from compilerllm.ir.types import StateType, StepType
 from compilerllm.kernels.cpu.opaque import HostCall, host_call, host_types, is_opaque
-from compilerllm.kernels.cpu.refs import Ref, view
 from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.kernels.launch.gpu.program import Extent
+from compilerllm.kernels.refs import Ref, view
 from compilerllm.kernels.triton.emitter import BucketEmitter, emitter, strided_copy
 from compilerllm.kernels.triton.expressions import POINTWISE_OPS, REGISTERS
 from compilerllm.kernels.triton.groups import REDUCTION_OPS, ROW_OPS, WIDEST_ROW, Generated, Nest

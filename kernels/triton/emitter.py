@@ -5,7 +5,6 @@ puts whole programs together. The graph is flat (``passes.inline_calls``); a nod
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
@@ -14,24 +13,28 @@ import sympy
 
 from compilerllm.ir.dims import Dim, dim, substitute
 from compilerllm.ir.graph import Graph, Module, Node, Value
-from compilerllm.ir.op import lookup
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import print_node
-from compilerllm.ir.types import StateType, StepType, TensorType
-from compilerllm.kernels.cpu.refs import VIEW_OPS, Ref, dense_strides, merge_axes, view
+from compilerllm.ir.types import StateType, StepType
 from compilerllm.kernels.errors import UnsupportedByTarget
-from compilerllm.kernels.launch.gpu.program import NO_COST, Cost, Extent, Pointer
+from compilerllm.kernels.launch.gpu.program import NO_COST, Extent, Pointer
+from compilerllm.kernels.refs import VIEW_OPS, Ref, dense_strides, view
 from compilerllm.kernels.spec import KernelSpec
+from compilerllm.kernels.triton.calls import (
+    ITEM_BYTES,
+    TRITON_TYPES,
+    Arg,
+    Call,
+    Emitted,
+    GridEntry,
+    Memory,
+    Rows,
+    Typed,
+)
+from compilerllm.kernels.triton.costs import node_cost
 from compilerllm.kernels.triton.source import ConstValue, KernelSource, argument_names
 from compilerllm.kernels.triton.target import CudaTarget
 
-TRITON_TYPES: dict[str, str] = {
-    "f32": "fp32", "bf16": "bf16", "f16": "fp16", "f64": "fp64", "i64": "i64", "i32": "i32", "i16": "i16", "i8": "i8",
-    "u8": "u8", "bool": "i1",
-}  # fmt: skip
-ITEM_BYTES: dict[str, int] = {
-    "f32": 4, "bf16": 2, "f16": 2, "f64": 8, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
-}  # fmt: skip
 SCRATCH_ALIGNMENT = 256
 
 
@@ -50,75 +53,6 @@ class FirstCandidate:
         self, family: str, problem: Mapping[str, int | str], candidates: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
         return candidates[0]
-
-
-@dataclass(frozen=True)
-class Typed:
-    """A pointer and what it points to, an IR dtype. aligned: to 16 bytes."""
-
-    pointer: Pointer
-    dtype: str
-    aligned: bool = True
-
-
-Arg = Typed | Extent | int | float
-GridEntry = int | Extent
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A tensor as ``count`` rows of ``columns`` dense elements, ``stride`` elements apart."""
-
-    pointer: Pointer
-    count: Dim
-    columns: int
-    stride: int
-    dtype: str
-
-    @property
-    def arg(self) -> Typed:
-        """The first row's pointer, as an argument."""
-        nbytes = ITEM_BYTES[self.dtype]
-        return Typed(
-            self.pointer, self.dtype, self.pointer.offset % 16 == 0 and self.stride * nbytes % 16 == 0
-        )
-
-
-@dataclass(frozen=True)
-class Call:
-    """A launch before its kernel is compiled. ``source`` is None for a library call (``library``, ``fixed``)."""
-
-    source: KernelSource | None
-    library: str
-    types: tuple[str, ...]
-    fixed: tuple[tuple[str, Any], ...]
-    grid: tuple[GridEntry, GridEntry, GridEntry]
-    args: tuple[Pointer | Extent | int | float, ...]
-    node: int  # index of the node in the flat graph
-    label: str
-    spec: KernelSpec
-    cost: Cost = NO_COST
-
-
-@dataclass(eq=False)
-class Memory:
-    """Bytes of the arena, needed while nodes [first, last] run; ``offset`` is given by the planner."""
-
-    name: str
-    bytes: int
-    first: int
-    last: int
-    offset: int = -1
-
-
-@dataclass
-class Emitted:
-    """One bucket: launches in order, the memory they need, counters used."""
-
-    bucket: Bucket
-    calls: list[Call] = field(default_factory=list)
-    memory: dict[str, Memory] = field(default_factory=dict)
-    counters: int = 0
 
 
 class BucketEmitter:
@@ -429,55 +363,15 @@ class BucketEmitter:
         return self.out
 
 
-# Ops that read of a table only the rows they need.
-_GATHERS = frozenset(("embedding", "gather_rows"))
-
-
-def node_cost(node: Node, bounds: Mapping[str, Dim]) -> Cost:
-    """Bytes and operations of a node at the bucket's bounds. Experts: those that so many tokens hit on average, if routing
-    is uniform."""
-    operands = [v for v in node.operands if isinstance(v.type, TensorType)]
-    read = operands[:1] if node.op in _GATHERS else operands
-
-    def number(size: Dim, context: int = 0) -> float:
-        return float(substitute(size, {**bounds, "C": context}))
-
-    nbytes = sum(number(v.tensor.nbytes) for v in (*read, *node.outputs))
-    flops = lookup(node.op).flops(node)
-    if node.op in _GATHERS:
-        nbytes += number(node.output.tensor.nbytes)
-    if node.op == "experts":
-        weights = [v for v in operands if len(v.shape) == 3]
-        tokens, count = number(operands[0].shape[0]), number(weights[0].shape[0])
-        top = number(operands[1].shape[1])
-        missed = (1 - top / count) ** tokens
-        nbytes -= missed * sum(number(v.tensor.nbytes) for v in weights)
-    base, with_one = number(flops), number(flops, 1)
-    context_bytes = 0.0
-    if node.op == "paged_attention":
-        state = node.operand(1).state
-        context_bytes = 2.0 * state["heads"] * state["dim"] * ITEM_BYTES[state.dtype]
-    return Cost(nbytes, base, context_bytes, with_one - base)
-
-
 def _value(arg: Arg) -> Pointer | Extent | int | float:
     return arg.pointer if isinstance(arg, Typed) else arg
 
 
 def _as_rows(ref: Ref, lead: int) -> tuple[Dim, int, int] | None:
-    columns = ref.shape[lead:]
-    if not all(isinstance(c, int) for c in columns):
+    found = ref.rows(lead)
+    if found is None or not isinstance(found[2], int):
         return None
-    width = 1
-    for extent, stride in zip(reversed(columns), reversed(ref.strides[lead:]), strict=True):
-        if extent != 1 and stride != width:
-            return None
-        width *= int(extent)
-    merged = merge_axes(ref.shape[:lead], ref.strides[:lead])
-    if len(merged) > 1:
-        return None
-    count, stride = merged[0] if merged else (1, width)
-    return (dim(count), width, int(stride)) if isinstance(stride, int) else None
+    return dim(found[0]), found[1], found[2]
 
 
 Emitter = Callable[[BucketEmitter, Node], None]

@@ -12,8 +12,8 @@ import sympy
 
 from compilerllm.ir.dims import Dim, FloorDiv, dim, free_dims, product
 from compilerllm.ir.graph import Node, Value
-from compilerllm.kernels.cpu.refs import Ref
 from compilerllm.kernels.errors import UnsupportedByTarget
+from compilerllm.kernels.refs import Ref
 from compilerllm.kernels.triton.expressions import REGISTERS, STORED, expression, full, number, rounded
 from compilerllm.kernels.triton.source import generated
 

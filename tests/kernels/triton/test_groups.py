@@ -8,9 +8,9 @@ import torch
 
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import parse_module
-from compilerllm.kernels.cpu.refs import Ref, dense_strides
 from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.kernels.reference.interpreter import Interpreter
+from compilerllm.kernels.refs import Ref, dense_strides
 from compilerllm.kernels.triton import emit_groups, groups
 from compilerllm.kernels.triton.build import compile_source
 from compilerllm.kernels.triton.emit import draft_program
