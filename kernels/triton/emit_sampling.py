@@ -106,14 +106,15 @@ class _Emitter:
         masses = self._memory("masses", "fp64", splits)
         listed = {
             "list_x": self._memory("list_x", "fp32", LIST), "list_id": self._memory("list_id", "i32", LIST),
-            "used": self._counters(),
+            "used": self._memory("used", "i32", 1),
         }  # fmt: skip
         self._launch(
             "sampling:survey", (self._r, splits), {"logits": logits, **common, "codes": codes, "tops": tops, "sums": sums},
             {**span, "GROUPS": groups},
         )  # fmt: skip
         self._launch(
-            "sampling:bound", (self._r,), {**common, "codes": codes, "tops": tops, "sums": sums, "bounds": bounds},
+            "sampling:bound", (self._r,),
+            {**common, "codes": codes, "tops": tops, "sums": sums, "bounds": bounds, "used": listed["used"]},
             {"SPLITS": splits, "GROUPS": groups, "STEPS": 12, "RANGE": 64.0},
         )  # fmt: skip
         self._launch(

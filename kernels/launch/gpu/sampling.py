@@ -31,7 +31,7 @@ from compilerllm.ir.step import Int32, Sampled, SampleRows
 from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.launch.gpu.backend import Backend, BoundPlan, LoadedProgram, Mark
 from compilerllm.kernels.launch.gpu.program import Addresses, Plan, Program
-from compilerllm.kernels.launch.gpu.steps import RING
+from compilerllm.kernels.launch.gpu.steps import RING, last_rows
 from compilerllm.kernels.launch.sampling import empty_tables
 
 GREEDY, SAMPLED, FULL = "greedy", "sampled", "full"
@@ -170,6 +170,10 @@ class GpuSampler:
         table = words[META_WORDS:].reshape(-1, ROW.words)
         table[:] = self._host[slots]
         table[:, ROW.draws : ROW.draws + 2] = np.ascontiguousarray(draws).view(np.int32).reshape(-1, 2)
+        if (
+            ahead.any() and not rows.penalties
+        ):  # with penalties, rows of one slot are launched one after another
+            table[:, ROW.slot] = last_rows(rows.slots)
         if variant == FULL:
             table[:, ROW.bias_begin], table[:, ROW.bias_end] = rows.bias_start[:-1], rows.bias_start[1:]
             if not rows.penalties or self._counts is None:

@@ -70,7 +70,7 @@ class StepStage:
         if row_slots is None:
             words[start : start + rows] = -1
         else:
-            _put(words, start, row_slots, rows, -1)
+            _put(words, start, last_rows(row_slots) if step.max_query > 1 else row_slots, rows, -1)
         self._copy(index, bucket, step.block_tables)
         self._marks[index].record()
         self._used[index] = True
@@ -78,7 +78,7 @@ class StepStage:
     def send_row_slots(self, bucket: int, slots: Int32, rows: int) -> None:
         """Say of the step last sent which slots its rows belong to; rows beyond them get -1."""
         index, at = self._take(), self._words[bucket]["row_slots"]
-        _put(self._arrays[index], at, slots, rows, -1)
+        _put(self._arrays[index], at, last_rows(slots), rows, -1)
         self._backend.upload(self.address + 4 * at, self._ring[index].data_ptr() + 4 * at, 4 * rows)
         self._marks[index].record()
         self._used[index] = True
@@ -125,6 +125,15 @@ class StepStage:
 def step_bytes(buckets: Sequence[Bucket], groups: int, table_columns: int) -> int:
     """Bytes of the largest bucket's step inputs."""
     return max((StepLayout.of(b, groups, table_columns).bytes for b in buckets), default=META_BYTES)
+
+
+def last_rows(slots: Int32) -> Int32:
+    """The rows' slots, but -1 where a later row has the same: programs run in any order, and one alone may write a slot."""
+    _, from_end = np.unique(slots[::-1], return_index=True)
+    last = len(slots) - 1 - from_end
+    result = np.full_like(slots, -1)
+    result[last] = slots[last]
+    return result
 
 
 def _put(words: Int32, at: int, values: Int32, size: int, padding: int) -> None:

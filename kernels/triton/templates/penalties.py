@@ -68,4 +68,5 @@ def count_token(params, meta, sampled, output_counts, V: tl.constexpr, PDL: tl.c
         if word(params, row, 14) != 0:
             place = output_counts + word(params, row, 0).to(tl.int64) * V + tl.load(sampled + row)
             count = tl.load(place).to(tl.int32) & 0xFFFF
+            tl.debug_barrier()  # every thread has loaded it
             tl.store(place, tl.minimum(count + 1, 65535).to(tl.int16))

@@ -142,11 +142,12 @@ def survey(
 
 @triton.jit
 def bound(
-    params, meta, codes, tops, sums, bounds,
+    params, meta, codes, tops, sums, bounds, used,
     V: tl.constexpr, SPLITS: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr, RANGE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (R). bounds [R, 4]: the largest scaled logit, the lowest that min-p leaves, a value that no cut lies below.
+    used [R]: 0, for ``collect`` to count from.
 
     Groups' largest values are some of the row's: if k of them are at least t, so is the k-th largest of all, and if
     their mass from t up is top-p's share of the whole, the cut is no lower.
@@ -188,6 +189,7 @@ def bound(
         tl.store(bounds + row * 4, peak)
         tl.store(bounds + row * 4 + 1, low)
         tl.store(bounds + row * 4 + 2, cut)
+        tl.store(used + row, 0)
 
 
 @triton.jit
@@ -365,7 +367,6 @@ def draw(
             peak = tl.load(bounds + row * 4)
             low = tl.load(bounds + row * 4 + 1)
             size = tl.load(used + row)
-            tl.store(used + row, 0)
             line = logits + row.to(tl.int64) * V
             chance = uniform(
                 word(params, row, 8), word(params, row, 9), word(params, row, 10), word(params, row, 11)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from compilerllm.ir.step import Sampled, SampleRows, SamplingTables
 from compilerllm.kernels.launch.gpu.backend import Backend
 from compilerllm.kernels.launch.gpu.sampling import FULL, GREEDY, SAMPLED, TOP, GpuSampler, variant_of
+from compilerllm.kernels.launch.gpu.steps import last_rows
 from compilerllm.kernels.launch.sampling import empty_tables
 from compilerllm.kernels.reference.sampling import sample
 from compilerllm.kernels.triton import emit_sampling
 from compilerllm.kernels.triton.emit_sampling import draft_sampling, finish_sampling, sampling_program
 from compilerllm.kernels.triton.interpreted_backend import InterpretedBackend
 from tests.kernels.triton.harness import NATIVE, TARGET, cross_compile
+from tests.kernels.triton.races import watch
 
 MOST_ROWS = 8
 
@@ -85,7 +88,7 @@ class Rig:
         self.logits.fill_(float("nan"))
         self.logits[:count] = torch.from_numpy(logits)
         slots = torch.full((MOST_ROWS,), -1, dtype=torch.int32)
-        slots[:count] = torch.from_numpy(rows.slots)
+        slots[:count] = torch.from_numpy(last_rows(rows.slots))
         self.slot_memory[: 4 * MOST_ROWS].view(torch.int32).copy_(slots)
         where = self.slot_memory.data_ptr()
         variant = self.sampler.prepare(rows)
@@ -96,8 +99,9 @@ class Rig:
             work() if NATIVE else self.backend.capture(work)()
         else:
             self.sampler.run(rows, where)
-        got = self.sampler.collect(rows)()
-        self.backend.synchronize()
+        with nullcontext() if NATIVE else watch():
+            got = self.sampler.collect(rows)()
+            self.backend.synchronize()
         wanted = sample(logits, rows, self.oracle)
         np.testing.assert_array_equal(got.token_ids, wanted.token_ids)
         real = rows.slots[rows.slots >= 0]
@@ -224,6 +228,16 @@ def test_rows_of_one_slot_draw_successive_numbers() -> None:
     got = rig.expect(logits, rows_of([0, 1, 0, 0, 1, 0], rig.oracle))
     assert len(set(got.token_ids[[0, 2, 3, 5]].tolist())) > 1
     rig.expect(logits, rows_of([1, 1, 0, 0, 0, 0], rig.oracle))
+
+
+def test_one_row_of_a_slot_writes_it() -> None:
+    """Programs run in any order, so that the last row's token is what its slot gets."""
+    slots = np.array([0, 1, 0, -1, 1, -1], np.int32)
+    assert last_rows(slots).tolist() == [-1, -1, 0, -1, 1, -1]
+    rig = Rig(1000)
+    logits = noise(3, 1000)
+    rig.expect(logits, rows_of([2, 2, 1], rig.oracle))
+    rig.expect(logits, rows_of([2, 2, 1], rig.oracle), joined=8)
 
 
 def test_draws_follow_the_distribution() -> None:
