@@ -22,6 +22,7 @@ from compilerllm.artifact import ArtifactInvalid, read_manifest
 from compilerllm.compiled import StepTooLarge
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket, Float32, Sampled, SampleRows, SamplingTables, StateGroup, StepInputs
+from compilerllm.kernel_times import KernelTiming, read_rate, time_kernels
 from compilerllm.kernels.errors import ArtifactError
 from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.gpu import memory
@@ -30,7 +31,7 @@ from compilerllm.kernels.launch.gpu.driver import KernelFault
 from compilerllm.kernels.launch.gpu.graphs import GraphSet, OnCapture, Recipe, captured_buckets
 from compilerllm.kernels.launch.gpu.memory import MemoryPlan
 from compilerllm.kernels.launch.gpu.parameters import Placement, load_parameters
-from compilerllm.kernels.launch.gpu.program import Addresses, Kernel, Launch, Program
+from compilerllm.kernels.launch.gpu.program import Addresses, Kernel, Launch, Program, samples_all
 from compilerllm.kernels.launch.gpu.sampler import SamplerMaker, StepSampler
 from compilerllm.kernels.launch.gpu.sampling import GpuSampler
 from compilerllm.kernels.launch.gpu.steps import RING, StepStage, step_bytes
@@ -99,6 +100,7 @@ class CudaModel:
             range(len(self.buckets)), key=lambda i: (self.buckets[i].tokens, self.buckets[i].rows)
         )
         self._bounds = np.array([_size(self.buckets[i]) for i in self._order], np.int64)
+        self._samples_all = np.array([samples_all(self.buckets[i]) for i in self._order])
         self.groups = tuple(self._group(g) for g in manifest["groups"])
         self.placement = Placement.of(
             ParameterSpec.parse(p["name"], p["dtype"], p["shape"], p["recipe"])
@@ -311,6 +313,8 @@ class CudaModel:
         """Index of the smallest bucket that holds the step. Raises ``StepTooLarge``."""
         size = (len(step.token_ids), len(step.seq_lens), len(step.sample_rows), step.max_query)
         fits = np.all(self._bounds >= size, axis=1)
+        if size[2] != size[0]:
+            fits &= ~self._samples_all
         first = int(fits.argmax())
         if not fits[first]:
             raise StepTooLarge(
@@ -371,6 +375,26 @@ class CudaModel:
         self._stage.send(bucket, step, None, sizes)
         self._run(bucket, sizes)
         self._backend.synchronize()
+
+    def time_kernels(self, sequences: int, query: int, context: int) -> list[KernelTiming]:
+        """What each kernel of a step takes. Raises as ``kernel_times.time_kernels`` does."""
+        return time_kernels(self, sequences, query, context)
+
+    @property
+    def peak_bandwidth(self) -> float:
+        """GB/s of the target's typical card, measured on one."""
+        return float(self.manifest["peak_bandwidth"])
+
+    @property
+    def peak_tflops(self) -> float:
+        """TFLOP/s of dense bf16 products on the target's typical card, measured on one."""
+        return float(self.manifest["peak_tflops"])
+
+    def read_bandwidth(self) -> float:
+        """GB/s at which this device reads the weights, measured now. After ``load``."""
+        assert self._weights is not None
+        self._backend.attach()
+        return read_rate(self._backend, self._weights)
 
     def forward(self, step: StepInputs) -> None:
         """Run one step and wait for it."""

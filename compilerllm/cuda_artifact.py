@@ -10,7 +10,8 @@ from typing import Any
 from compilerllm.environment import cache_dir
 from compilerllm.ir.graph import Module
 from compilerllm.ir.step import Bucket
-from compilerllm.kernels.groups import group_name, paged_windows
+from compilerllm.kernels.groups import state_entries
+from compilerllm.kernels.launch.gpu.program import samples_all
 from compilerllm.kernels.triton.target import CudaTarget
 
 NORM_LINEAR_TOKENS = 4  # up to so many tokens a matrix-vector kernel computes its input's norm itself
@@ -40,10 +41,13 @@ def prepare_bucket(module: Module, bucket: Bucket) -> Module:
     from compilerllm.passes.fuse_norm_route import fuse_norm_route
     from compilerllm.passes.gather_early import gather_early
     from compilerllm.passes.report import PassReport
+    from compilerllm.passes.sample_every_token import sample_every_token
 
     main = module.main
     if bucket.max_query > 1:
         main = gather_early(main, PassReport("gather_early"))
+    elif samples_all(bucket):
+        main = sample_every_token(main, PassReport("sample_every_token"))
     if bucket.tokens <= NORM_LINEAR_TOKENS:
         main = fuse_norm_linear(main, PassReport("fuse_norm_linear"))
     if bucket.tokens <= NORM_ROUTE_TOKENS:
@@ -83,26 +87,14 @@ def write_cuda(
         shutil.copyfile(cubin.file, folder / "kernels" / f"{cubin.key}.cubin")
     for name, made in (("program", program), ("sampling", sampling)):
         (folder / f"{name}.json").write_text(json.dumps(made.to_json(), separators=(",", ":")))
-    windows = paged_windows(module)
     return {
         "program": "program.json",
         "sampling": "sampling.json",
         "features": [],
         "capability": target.capability,
-        "groups": [
-            {"name": group_name(window), "index": index, "addressing": "paged", "window": window}
-            for index, window in enumerate(windows)
-        ],
-        "states": [
-            {
-                "name": name,
-                "kind": t.kind,
-                "dtype": t.dtype,
-                **dict(t.fields),
-                "group": windows.index(t.get("window")),
-            }
-            for name, t in module.state_instances()
-        ],
+        "peak_bandwidth": target.bandwidth,
+        "peak_tflops": target.tflops,
+        **state_entries(module),
         "picks": chooser.report(),
     }
 

@@ -21,11 +21,13 @@ from compilerllm.kernels.reference.interpreter import Interpreter
 from compilerllm.passes.add_adapters import AdapterOptions, add_adapters
 from compilerllm.passes.fuse_norm_linear import fuse_norm_linear
 from compilerllm.passes.fuse_norm_route import fuse_norm_route
+from compilerllm.passes.fuse_qkv_attention import fuse_qkv_attention
 from compilerllm.passes.fuse_route import fuse_route
 from compilerllm.passes.gather_early import gather_early
 from compilerllm.passes.inline_calls import inline_calls
 from compilerllm.passes.pipeline import Options, find_pass, pass_names
 from compilerllm.passes.report import PassReport
+from compilerllm.passes.sample_every_token import sample_every_token
 from compilerllm.passes.shard import Mesh, shard
 from compilerllm.passes.specialize import specialize
 from tests.passes.running import Served, bind, checkpoint, random_tensor
@@ -61,8 +63,12 @@ RUNS: dict[str, Run] = {
     ),
     "fuse_norm_linear": _with_report(_on_main(fuse_norm_linear), "fuse_norm_linear"),
     "gather_early": _with_report(lambda m, r: m.with_functions(gather_early(m.main, r)), "gather_early"),
+    "sample_every_token": _with_report(
+        lambda m, r: m.with_functions(sample_every_token(m.main, r)), "sample_every_token"
+    ),
     "inline_calls": _with_report(inline_calls, "inline_calls"),
     "fuse_norm_route": _with_report(_on_main(fuse_norm_route), "fuse_norm_route"),
+    "fuse_qkv_attention": _with_report(_on_main(fuse_qkv_attention), "fuse_qkv_attention"),
     "fuse_route": _with_report(fuse_route, "fuse_route"),
     "specialize": _with_report(lambda m, r: specialize(m, Bucket(1, 1, 4, 1)), "specialize"),
 }

@@ -24,6 +24,11 @@ META = (
 META_BYTES = 64
 
 
+def samples_all(bucket: Bucket) -> bool:
+    """Whether programs of the bucket take row r of the logits to be token r: such a step must sample every token."""
+    return bucket.max_query == 1 and bucket.rows == bucket.tokens
+
+
 @dataclass(frozen=True)
 class Pointer:
     """``offset`` bytes into what ``name`` is in ``space``."""
@@ -162,7 +167,12 @@ class Program:
             return Launch(kernel, (x, y, z), tuple(args), nodes[node], costs[cost])  # type: ignore[arg-type]
 
         plans = tuple(
-            Plan(Bucket(**p["bucket"]), p["arena_bytes"], tuple(launch(*x) for x in p["launches"]), p["variant"])
+            Plan(
+                Bucket(**p["bucket"]),
+                p["arena_bytes"],
+                tuple(launch(*x) for x in p["launches"]),
+                p["variant"],
+            )
             for p in entry["plans"]
         )
         return Program(tuple(_kernel(k) for k in entry["kernels"]), plans, entry["counters"])
@@ -184,7 +194,9 @@ class _Table:
 
 def _kernel(entry: Mapping[str, Any]) -> Kernel:
     constants = tuple((n, v) for n, v in entry["constexprs"])
-    return Kernel(**{**entry, "types": tuple(entry["types"]), "early": tuple(entry["early"]), "constexprs": constants})
+    return Kernel(
+        **{**entry, "types": tuple(entry["types"]), "early": tuple(entry["early"]), "constexprs": constants}
+    )
 
 
 def _pack(value: Argument) -> Any:
