@@ -74,10 +74,10 @@ def compile_opaque(
 def program_entries(module: "Module", program: "Program", buckets: tuple[Bucket, ...]) -> dict[str, Any]:
     """The manifest's part on the program: pointers, plans per bucket, states and their groups, kernels."""
     from compilerllm.kernels.cpu.build import kernel_key
-    from compilerllm.kernels.groups import group_name, paged_windows
+    from compilerllm.kernels.groups import state_entries
     from compilerllm.planning import alias_table, plan_program
 
-    windows, aliases = paged_windows(module), alias_table(module)
+    aliases = alias_table(module)
     return {
         "program": {
             "dims": program.dims,
@@ -86,20 +86,7 @@ def program_entries(module: "Module", program: "Program", buckets: tuple[Bucket,
             "host_calls": [dataclasses.asdict(h) for h in program.host_calls],
             "plans": [plan_program(module, program, bucket, aliases) for bucket in buckets],
         },
-        "groups": [
-            {"name": group_name(window), "index": index, "addressing": "paged", "window": window}
-            for index, window in enumerate(windows)
-        ],
-        "states": [
-            {
-                "name": name,
-                "kind": t.kind,
-                "dtype": t.dtype,
-                **dict(t.fields),
-                "group": windows.index(t.get("window")),
-            }
-            for name, t in module.state_instances()
-        ],
+        **state_entries(module),
         "kernels": [
             {
                 "function": use.function,

@@ -1,29 +1,41 @@
-"""Times a GPU step kernel by kernel, for ``compilerllm bench kernels``: the profiler's records matched to launches."""
+"""Times a GPU step kernel by kernel, for ``compilerllm bench``: the profiler's records matched to launches; and the rate
+at which the device reads the model's weights."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch._C._autograd import DeviceType  # torch.autograd has it too, but does not export it
 
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import StepInputs
+from compilerllm.kernels.launch.gpu.backend import Backend
 from compilerllm.kernels.launch.gpu.program import Kernel, Launch
 
 if TYPE_CHECKING:
     from compilerllm.compiled_cuda import CudaModel
 
 REPEATS = 5
+CHUNK_BYTES = 256 << 20  # of one reduction: far more than any cache holds, far less than a launch is worth
+READ_SECONDS = 0.3  # that the weights are read again and again
+Microseconds = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 class TimesDoNotMatch(CompilerLLMError):
     """The profiler's records are not those of the plan's launches."""
 
 
+class StepDoesNotFit(CompilerLLMError):
+    """A step to time that the model's context cannot hold."""
+
+
 @dataclass(frozen=True)
 class KernelTiming:
-    """A kernel of a step: how often it is launched, microseconds of one launch, and what one must read, write and compute."""
+    """A kernel of a step: how often it is launched, microseconds of one launch, and what one must read, write and compute
+    at the bucket's sizes."""
 
     kernel: str
     node: str
@@ -34,7 +46,10 @@ class KernelTiming:
 
 
 def time_kernels(model: "CudaModel", sequences: int, query: int, context: int) -> list[KernelTiming]:
-    """The kernels of a step, equal ones of different layers together. Raises ``TimesDoNotMatch``, ``StepTooLarge``."""
+    """The kernels of a step, equal ones of different layers together.
+
+    Raises ``StepDoesNotFit``, ``StepTooLarge``, and ``TimesDoNotMatch`` where the profiler saw something else.
+    """
     step = made_up_step(model, sequences, query, context)
     launches, kernels = model.launches_of(step)
     model.run_plain(step)
@@ -44,46 +59,48 @@ def time_kernels(model: "CudaModel", sequences: int, query: int, context: int) -
     records = [
         (e.name, float(e.device_time_total))
         for e in sorted(profile.events(), key=lambda e: e.time_range.start)
-        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith(("Memcpy", "Memset"))
+        if e.device_type == DeviceType.CUDA and not e.name.startswith(("Memcpy", "Memset"))
     ]
-    micros = np.zeros(len(launches))
+    micros = match_records(records, [kernels[x.kernel].name for x in launches], REPEATS)
+    return _grouped(launches, kernels, micros, sequences, query, context)
+
+
+def match_records(records: Sequence[tuple[str, float]], names: Sequence[str], repeats: int) -> Microseconds:
+    """Mean microseconds of each launch, from (name, microseconds) records of ``repeats`` runs in order.
+
+    ``names``: of the launches in order, "" for a library call. A kernel of ours has one record, under its name; a library
+    call has all up to the next launch of ours, of two in a row the first has one. Raises ``TimesDoNotMatch``.
+    """
+    micros = np.zeros(len(names))
     at = 0
-    for _ in range(REPEATS):
-        at = _assign(records, at, launches, kernels, micros)
-    return _grouped(launches, kernels, micros / REPEATS, sequences, query, context)
-
-
-def _assign(
-    records: Sequence[tuple[str, float]], at: int, launches: Sequence[Launch], kernels: Sequence[Kernel],
-    micros: "np.ndarray[tuple[int], np.dtype[np.float64]]",
-) -> int:  # fmt: skip
-    """Give each launch the time of its records, from record ``at`` on: one of its name, or for a library call all up to
-    the next launch's. Gives the next record."""
-    names = [kernels[x.kernel].name for x in launches]
-    for index, name in enumerate(names):
-        if name:
-            if at >= len(records) or records[at][0] != name:
-                found = records[at][0] if at < len(records) else "nothing"
-                raise TimesDoNotMatch(f"launch {index} is {name}, but the profiler saw {found}")
-            micros[index] += records[at][1]
-            at += 1
-            continue
-        following = next((n for n in names[index + 1 :] if n), names[0])
-        while at < len(records) and records[at][0] != following:
-            micros[index] += records[at][1]
-            at += 1
-            if index + 1 < len(names) and not names[index + 1]:
-                break  # two library calls in a row: one record each
-    return at
+    for _ in range(repeats):
+        for index, name in enumerate(names):
+            if name:
+                if at >= len(records) or records[at][0] != name:
+                    found = records[at][0] if at < len(records) else "nothing"
+                    raise TimesDoNotMatch(f"launch {index} is {name}, but the profiler saw {found}")
+                micros[index] += records[at][1]
+                at += 1
+                continue
+            following = next((n for n in (*names[index + 1 :], *names) if n), "")
+            alone = not names[(index + 1) % len(names)]
+            while at < len(records) and records[at][0] != following:
+                micros[index] += records[at][1]
+                at += 1
+                if alone:
+                    break
+    if at < len(records):
+        raise TimesDoNotMatch(f"the profiler saw {records[at][0]} after the last launch")
+    return micros / repeats
 
 
 def _grouped(
-    launches: Sequence[Launch], kernels: Sequence[Kernel], micros: "np.ndarray[tuple[int], np.dtype[np.float64]]",
+    launches: Sequence[Launch], kernels: Sequence[Kernel], micros: Microseconds,
     sequences: int, query: int, context: int,
 ) -> list[KernelTiming]:  # fmt: skip
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     contexts = float(sequences * context)
-    seen = float(sequences * query * (context - (query - 1) / 2)) / max(1, sequences * query)  # mean keys a query sees
+    seen = context - (query - 1) / 2  # keys that a query sees, on average
     for x, us in zip(launches, micros, strict=True):
         kernel = kernels[x.kernel]
         node = x.node.split("=")[-1].split("(")[0].strip()
@@ -105,10 +122,14 @@ def _size(nbytes: float) -> str:
 def made_up_step(model: "CudaModel", sequences: int, query: int, context: int) -> StepInputs:
     """A step of ``sequences`` sequences with ``query`` tokens each, the last at position context - 1."""
     if not 1 <= query <= context <= model.max_model_len:
-        raise CompilerLLMError(f"--query-len {query} and --context {context}: 1 <= query <= context <= {model.max_model_len}")
+        raise StepDoesNotFit(
+            f"--query-len {query} and --context {context} do not fit: each must be at least 1, the query no longer than "
+            f"the context, and the context no longer than {model.max_model_len} tokens."
+        )
     size = model.groups[0].block_size if model.groups else 32
     blocks = -(-context // size)
-    tables = np.arange(sequences * blocks, dtype=np.int32).reshape(1, sequences, blocks) % max(1, model.num_blocks)
+    tables = np.arange(sequences * blocks, dtype=np.int32).reshape(1, sequences, blocks)
+    tables %= max(1, model.num_blocks)
     tokens = sequences * query
     last = np.arange(1, sequences + 1, dtype=np.int32) * query - 1
     return StepInputs(
@@ -121,3 +142,23 @@ def made_up_step(model: "CudaModel", sequences: int, query: int, context: int) -
         sample_rows=last,
         adapter_id=np.zeros(tokens, np.int32),
     )
+
+
+def read_rate(backend: Backend, memory: torch.Tensor) -> float:
+    """GB/s at which the device reads ``memory`` (uint8, a multiple of 4 bytes long) once: timed sums over all of it."""
+    flat, most = memory.view(torch.float32), CHUNK_BYTES // 4  # as numbers they mean nothing
+    chunks = [flat[start : start + most] for start in range(0, len(flat), most)]
+
+    def read() -> None:
+        for chunk in chunks:
+            chunk.sum()
+
+    backend.do(read)
+    backend.synchronize()
+    best, start = float("inf"), time.perf_counter()
+    while time.perf_counter() - start < READ_SECONDS:
+        before = time.perf_counter()
+        backend.do(read)
+        backend.synchronize()
+        best = min(best, time.perf_counter() - before)
+    return memory.nbytes / best / 1e9

@@ -8,8 +8,9 @@ from typing import TypeVar
 
 import sympy
 
-from compilerllm.ir.dims import Dim, dim, product
+from compilerllm.ir.dims import Dim, FloorDiv, dim, product
 from compilerllm.ir.graph import Graph, Node, Value
+from compilerllm.kernels.errors import UnsupportedByTarget
 
 
 @dataclass(frozen=True)
@@ -163,3 +164,29 @@ def view_roots(graph: Graph) -> dict[Value, Value]:
                 refs[node.outputs[0]] = seen
                 roots[node.outputs[0]] = seen.root
     return roots
+
+
+def size_expression(value: Dim, division: str) -> str:
+    """A dimension as code over run-time T, S and R, in C or Python; ``division`` is the whole-number operator.
+
+    Operands of a FloorDiv are not negative, so that both languages' operators mean it. Raises ``UnsupportedByTarget``.
+    """
+
+    def text(part: Dim | sympy.Basic) -> str:
+        return size_expression(dim(part), division)
+
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, FloorDiv):
+        return f"(({text(value.args[0])}) {division} ({text(value.args[1])}))"
+    if isinstance(value, sympy.Symbol):
+        return str(value.name)
+    if isinstance(value, sympy.Add):
+        return "(" + " + ".join(map(text, value.args)) + ")"
+    if isinstance(value, sympy.Mul):
+        return "(" + " * ".join(map(text, value.args)) + ")"
+    if isinstance(value, sympy.Pow) and value.args[1].is_Integer and int(value.args[1]) > 0:
+        return "(" + " * ".join([text(value.args[0])] * int(value.args[1])) + ")"
+    raise UnsupportedByTarget(
+        f"the size {value} cannot be computed by generated code; compile with --optimization-level 0"
+    )

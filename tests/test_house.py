@@ -40,6 +40,7 @@ SERVING = (
     "compilerllm.checkpoint",
     "compilerllm.compiled",
     "compilerllm.compiled_cuda",
+    "compilerllm.kernel_times",
     "compilerllm.targets",
 )
 COMPILER = (
@@ -90,6 +91,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.text": (*FACTS, "compilerllm.runtime.messages", "compilerllm.text"),
     "compilerllm.server": (*RUNTIME, "compilerllm.text", "compilerllm.server"),
     "compilerllm.compiled_cuda": SERVING,
+    "compilerllm.kernel_times": SERVING,
     "compilerllm.targets": SERVING,
     "compilerllm.planning": COMPILER,
     "compilerllm.compiler": COMPILER,
@@ -108,12 +110,14 @@ SERVE_TIME = (
     "compilerllm.config",
     "compilerllm.environment",
     "compilerllm.errors",
+    "compilerllm.kernel_times",
     *SERVABLE_IR,
     *LAUNCH,
     "compilerllm.loading",
     "compilerllm.runtime",
     "compilerllm.sampling_params",
     "compilerllm.server",
+    "compilerllm.targets",
     "compilerllm.text",
 )
 
@@ -265,6 +269,27 @@ def test_a_warm_server_loads_no_compiler() -> None:
         f"    loaded = [c for c in {COMPILERS!r} if c in sys.modules]\n"
         "    if loaded:\n"
         "        sys.exit(f'importing {name} loads {loaded}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_serving_on_a_gpu_needs_no_compiler_installed() -> None:
+    """The launcher, every kind of library call and the model import where triton and sympy cannot be found at all."""
+    path = [
+        name
+        for name in sources()
+        if name in ("compilerllm.compiled_cuda", "compilerllm.kernel_times")
+        or holds("compilerllm.kernels.launch", name)
+    ]
+    assert "compilerllm.kernels.launch.gpu.launcher" in path
+    code = (
+        "import importlib, sys\n"
+        f"absent = {('triton', 'sympy', 'transformers')!r}\n"
+        "sys.modules.update(dict.fromkeys(absent))\n"  # None there: an import of it fails
+        f"for name in {path!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"sys.exit([c for c in {COMPILERS!r} if sys.modules.get(c)] or 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=False)
     assert done.returncode == 0, done.stderr

@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass
 
-import sympy
-
-from compilerllm.ir.dims import Dim, FloorDiv, dim
-from compilerllm.kernels.errors import UnsupportedByTarget
-from compilerllm.kernels.refs import Ref
+from compilerllm.ir.dims import Dim
+from compilerllm.kernels.refs import Ref, size_expression
 
 C_TYPES: dict[str, str] = {
     "f32": "float", "bf16": "bf16", "f64": "double", "i64": "int64_t", "i32": "int32_t", "i16": "int16_t",
@@ -15,22 +12,8 @@ C_TYPES: dict[str, str] = {
 
 
 def c_dim(value: Dim) -> str:
-    """A dimension as C: FloorDiv becomes integer division (operands are not negative)."""
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, FloorDiv):
-        return f"(({c_dim(dim(value.args[0]))}) / ({c_dim(dim(value.args[1]))}))"
-    if isinstance(value, sympy.Symbol):
-        return str(value.name)
-    if isinstance(value, sympy.Add):
-        return "(" + " + ".join(c_dim(dim(a)) for a in value.args) + ")"
-    if isinstance(value, sympy.Mul):
-        return "(" + " * ".join(c_dim(dim(a)) for a in value.args) + ")"
-    if isinstance(value, sympy.Pow) and value.args[1].is_Integer and int(value.args[1]) > 0:
-        return "(" + " * ".join([c_dim(dim(value.args[0]))] * int(value.args[1])) + ")"
-    raise UnsupportedByTarget(
-        f"the size {value} cannot be computed by generated code; compile with --optimization-level 0"
-    )
+    """A dimension as C. Raises ``UnsupportedByTarget``."""
+    return size_expression(value, "/")
 
 
 @dataclass(frozen=True)

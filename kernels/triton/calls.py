@@ -5,17 +5,10 @@ from typing import Any
 
 from compilerllm.ir.dims import Dim
 from compilerllm.ir.step import Bucket
+from compilerllm.kernels.launch.dtypes import ITEM_BYTES
 from compilerllm.kernels.launch.gpu.program import NO_COST, Cost, Extent, Pointer
 from compilerllm.kernels.spec import KernelSpec
 from compilerllm.kernels.triton.source import KernelSource
-
-TRITON_TYPES: dict[str, str] = {
-    "f32": "fp32", "bf16": "bf16", "f16": "fp16", "f64": "fp64", "i64": "i64", "i32": "i32", "i16": "i16", "i8": "i8",
-    "u8": "u8", "bool": "i1",
-}  # fmt: skip
-ITEM_BYTES: dict[str, int] = {
-    "f32": 4, "bf16": 2, "f16": 2, "f64": 8, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

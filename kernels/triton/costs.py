@@ -6,8 +6,8 @@ from compilerllm.ir.dims import Dim, substitute
 from compilerllm.ir.graph import Node
 from compilerllm.ir.op import lookup
 from compilerllm.ir.types import TensorType
+from compilerllm.kernels.launch.dtypes import ITEM_BYTES
 from compilerllm.kernels.launch.gpu.program import Cost
-from compilerllm.kernels.triton.calls import ITEM_BYTES
 
 # Ops that read of a table only the rows they need.
 _GATHERS = frozenset(("embedding", "gather_rows"))

@@ -17,12 +17,11 @@ from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import print_node
 from compilerllm.ir.types import StateType, StepType
 from compilerllm.kernels.errors import UnsupportedByTarget
+from compilerllm.kernels.launch.dtypes import ITEM_BYTES, TRITON_TYPES
 from compilerllm.kernels.launch.gpu.program import NO_COST, Extent, Pointer
 from compilerllm.kernels.refs import VIEW_OPS, Ref, dense_strides, view
 from compilerllm.kernels.spec import KernelSpec
 from compilerllm.kernels.triton.calls import (
-    ITEM_BYTES,
-    TRITON_TYPES,
     Arg,
     Call,
     Emitted,

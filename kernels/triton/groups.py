@@ -8,12 +8,10 @@ Every result is rounded to its dtype, so a group gives the bits its ops would gi
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import sympy
-
-from compilerllm.ir.dims import Dim, FloorDiv, dim, free_dims, product
+from compilerllm.ir.dims import Dim, dim, free_dims, product
 from compilerllm.ir.graph import Node, Value
 from compilerllm.kernels.errors import UnsupportedByTarget
-from compilerllm.kernels.refs import Ref
+from compilerllm.kernels.refs import Ref, size_expression
 from compilerllm.kernels.triton.expressions import REGISTERS, STORED, expression, full, number, rounded
 from compilerllm.kernels.triton.source import generated
 
@@ -59,22 +57,8 @@ class Generated:
 
 
 def size_text(value: Dim) -> str:
-    """A size as an expression over run-time T, S and R."""
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, FloorDiv):
-        return f"(({size_text(dim(value.args[0]))}) // ({size_text(dim(value.args[1]))}))"
-    if isinstance(value, sympy.Symbol):
-        return str(value.name)
-    if isinstance(value, sympy.Add):
-        return "(" + " + ".join(size_text(dim(a)) for a in value.args) + ")"
-    if isinstance(value, sympy.Mul):
-        return "(" + " * ".join(size_text(dim(a)) for a in value.args) + ")"
-    if isinstance(value, sympy.Pow) and value.args[1].is_Integer and int(value.args[1]) > 0:
-        return "(" + " * ".join([size_text(dim(value.args[0]))] * int(value.args[1])) + ")"
-    raise UnsupportedByTarget(
-        f"the size {value} cannot be computed on the device; compile with --optimization-level 0"
-    )
+    """A size as an expression over run-time T, S and R. Raises ``UnsupportedByTarget``."""
+    return size_expression(value, "//")
 
 
 class Nest:

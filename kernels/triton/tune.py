@@ -17,6 +17,7 @@ from compilerllm.ir.dims import substitute
 from compilerllm.ir.graph import Value
 from compilerllm.ir.types import StateType, StepType, TensorType
 from compilerllm.kernels.errors import KernelError
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.gpu.driver import Driver
 from compilerllm.kernels.launch.gpu.launcher import PackedPlan
 from compilerllm.kernels.launch.gpu.program import META, Addresses, Pointer, Program, StepLayout
@@ -27,10 +28,6 @@ from compilerllm.kernels.triton.target import CudaTarget
 from compilerllm.kernels.triton.tasks import Task
 from compilerllm.kernels.tuning import TuningData
 
-TORCH: dict[str, torch.dtype] = {
-    "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64, "i64": torch.int64,
-    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
-}  # fmt: skip
 BLOCK = 32  # tokens
 CONTEXT = 512  # tokens of context of each sequence in attention's problems with one query each
 ROTATE_BYTES = 192 << 20  # well past any L2
@@ -142,13 +139,15 @@ class Bench:
             for i, v in enumerate(main.inputs)
             if not isinstance(v.type, StepType)
         }
-        outs = [self._new(_shape(v, dims), TORCH[v.dtype], "zero") for v in main.outputs]
+        outs = [self._new(_shape(v, dims), TORCH_DTYPES[v.dtype], "zero") for v in main.outputs]
         arena = self._new([max(256, program.plans[0].arena_bytes)], torch.uint8)
         counters = self._new([max(1, program.counters)], torch.int32, "zero")
         last = self._new([max(bucket.sequences, 1)], torch.int32, "zero")
         found = []
         for _ in range(copies):
-            params = {p.name: self._new(_shape(p.value, dims), TORCH[p.value.dtype]) for p in main.params}
+            params = {
+                p.name: self._new(_shape(p.value, dims), TORCH_DTYPES[p.value.dtype]) for p in main.params
+            }
             states = {s.name: self._state(s.state, self._blocks(task)) for s in main.states}
             found.append(
                 _Results(
@@ -163,14 +162,14 @@ class Bench:
 
     def _input(self, value: Value, dims: Mapping[str, int], task: Task) -> int:
         shape = _shape(value, dims)
-        address = self._new(shape, TORCH[value.dtype])
+        address = self._new(shape, TORCH_DTYPES[value.dtype])
         if value.dtype in ("i64", "i32") and "E" in task.problem:  # ids of experts
             made = self._memory[-1][2]
             made.copy_(torch.rand(shape[0], int(task.problem["E"]), device="cuda").topk(shape[-1]).indices)
         return address
 
     def _state(self, state: StateType, blocks: int) -> int:
-        return self._new((blocks, 2, state["heads"], BLOCK, state["dim"]), TORCH[state.dtype])
+        return self._new((blocks, 2, state["heads"], BLOCK, state["dim"]), TORCH_DTYPES[state.dtype])
 
     def _step(self, task: Task, layout: StepLayout, columns: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
         bucket, lengths = task.bucket, self._lengths(task)
@@ -265,8 +264,10 @@ def _shape(value: Value, dims: Mapping[str, int]) -> list[int]:
 
 def _bytes(value: Value) -> int:
     assert isinstance(value.type, TensorType)
-    return int(math.prod(int(d) for d in value.shape if isinstance(d, int))) * TORCH[value.dtype].itemsize
+    return (
+        int(math.prod(int(d) for d in value.shape if isinstance(d, int))) * TORCH_DTYPES[value.dtype].itemsize
+    )
 
 
 def _block_bytes(state: StateType) -> int:
-    return 2 * int(state["heads"]) * BLOCK * int(state["dim"]) * TORCH[state.dtype].itemsize
+    return 2 * int(state["heads"]) * BLOCK * int(state["dim"]) * TORCH_DTYPES[state.dtype].itemsize

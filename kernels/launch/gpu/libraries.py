@@ -13,12 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from compilerllm.kernels.errors import ArtifactError
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES, TRITON_TYPES
 from compilerllm.kernels.launch.gpu.program import Kernel
 
-TORCH_TYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64, "i64": torch.int64,
-    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "i1": torch.bool,
-}  # fmt: skip
+# By Triton's names, which a kernel's ABI has.
+TORCH_TYPES: dict[str, torch.dtype] = {TRITON_TYPES[name]: dtype for name, dtype in TORCH_DTYPES.items()}
 
 
 class TensorMaker(Protocol):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from compilerllm.ir.step import StateGroup
 from compilerllm.kernels.errors import KernelError
+from compilerllm.kernels.launch.dtypes import ITEM_BYTES
 from compilerllm.kernels.launch.gpu.program import Program
 from compilerllm.kernels.launch.gpu.sampling import ROW, TOP
 
@@ -14,7 +15,6 @@ NODE_BYTES = 2 << 10  # of a kernel node in one: parameters and launch descripto
 LIBRARY_BYTES = (
     32 << 20
 )  # cuBLAS's workspace for one stream, as torch sets it on compute capability 9.0 and above
-_ITEM = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1, "u8": 1}
 
 
 class NoRoomForStates(KernelError):
@@ -54,7 +54,7 @@ class MemoryPlan:
 
 def state_block_bytes(entry: Mapping[str, int | str]) -> int:
     """Bytes of one KV block of one state of the manifest: keys and values [2, heads, 32, dim]."""
-    return 2 * int(entry["heads"]) * BLOCK_SIZE * int(entry["dim"]) * _ITEM[str(entry["dtype"])]
+    return 2 * int(entry["heads"]) * BLOCK_SIZE * int(entry["dim"]) * ITEM_BYTES[str(entry["dtype"])]
 
 
 def graph_bytes(nodes: Iterable[int]) -> int:
