@@ -82,6 +82,14 @@ def opaque_line(manifest: Mapping[str, Any]) -> str:
     return "; not compiled: ".join((said, *reasons))
 
 
+def cutlass_line(manifest: Mapping[str, Any]) -> str:
+    """The CUTLASS kernels that a program calls, or why there are none, for a card: empty where they were not asked for."""
+    entry: dict[str, Any] = manifest.get("cutlass") or {}
+    if entry.get("left_out"):
+        return f"candidates left out: {entry['left_out']}"
+    return ", ".join(entry.get("instances", ()))
+
+
 @contextlib.contextmanager
 def building(key: str) -> Iterator[Path]:
     """A temporary folder that becomes the artifact when the block ends well.

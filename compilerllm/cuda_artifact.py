@@ -10,6 +10,10 @@ from typing import Any
 from compilerllm.environment import cache_dir
 from compilerllm.ir.graph import Module
 from compilerllm.ir.step import Bucket
+from compilerllm.kernels.cutlass.instances import TARGET as CUTLASS_TARGET
+from compilerllm.kernels.cutlass.instances import Instance
+from compilerllm.kernels.cutlass.supply import NONE as NO_CUTLASS
+from compilerllm.kernels.cutlass.supply import Supply
 from compilerllm.kernels.groups import state_entries
 from compilerllm.kernels.launch.gpu.program import samples_all
 from compilerllm.kernels.triton.target import CudaTarget
@@ -68,24 +72,30 @@ def write_cuda(
     stage: Callable[[str], None], chooser: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Emit every bucket, compile, save; gives the manifest's part. Raises ``KernelBuildError``, ``UnsupportedByTarget``."""
-    from compilerllm.kernels.triton.emit import build_program, draft_program
+    from compilerllm.kernels.cutlass.build import find_supply
+    from compilerllm.kernels.triton.cutlass_calls import LEVEL as CUTLASS_LEVEL
+    from compilerllm.kernels.triton.emit import build_program, cutlass_cache, draft_program
     from compilerllm.kernels.triton.emit_sampling import sampling_program
     from compilerllm.kernels.tuning import TunedChooser
 
     stage("generate")
     flat = flat_module(module)
     chooser = chooser or TunedChooser.for_target(target, cache_dir() / "tuning")
-    draft = draft_program(flat, buckets, target, level, chooser, prepare_bucket)
+    kernels = cache_dir() / "kernels"
+    uses_cutlass = level >= CUTLASS_LEVEL and target.name == CUTLASS_TARGET
+    supply = find_supply(cutlass_cache(kernels)) if uses_cutlass else NO_CUTLASS
+    draft = draft_program(flat, buckets, target, level, chooser, prepare_bucket, supply)
     stage("compile")
-    progress = partial(_tell, stage)
-    program, cubins = build_program(draft, cache_dir() / "kernels", progress)
+    built = build_program(draft, kernels, partial(_tell, stage))
     rows = tuple(sorted({b.rows for b in buckets}))
-    sampling, more = sampling_program(vocab, rows, target, level, cache_dir() / "kernels")
+    sampling, more = sampling_program(vocab, rows, target, level, kernels)
     stage("save")
     (folder / "kernels").mkdir(exist_ok=True)
-    for cubin in {c.key: c for c in (*cubins.values(), *more.values())}.values():
+    for cubin in {c.key: c for c in (*built.cubins.values(), *more.values())}.values():
         shutil.copyfile(cubin.file, folder / "kernels" / f"{cubin.key}.cubin")
-    for name, made in (("program", program), ("sampling", sampling)):
+    if built.library is not None:
+        shutil.copyfile(built.library, folder / built.library.name)
+    for name, made in (("program", built.program), ("sampling", sampling)):
         (folder / f"{name}.json").write_text(json.dumps(made.to_json(), separators=(",", ":")))
     return {
         "program": "program.json",
@@ -96,6 +106,20 @@ def write_cuda(
         "peak_tflops": target.tflops,
         **state_entries(module),
         "picks": chooser.report(),
+    } | ({"cutlass": _cutlass(draft.instances(), built.library, supply)} if uses_cutlass else {})
+
+
+def _cutlass(instances: list[Instance], library: Path | None, supply: Supply) -> dict[str, Any]:
+    """What the manifest says of CUTLASS: the instances that are called, what made them, or why there are none."""
+    from compilerllm.kernels.cutlass.build import describe
+
+    if library is None:
+        return {"instances": [], "left_out": "" if supply.builds or supply.kept else supply.reason}
+    return {
+        "instances": [i.name for i in instances],
+        "library": library.name,
+        "tools": describe(library)["tools"],
+        "left_out": "",
     }
 
 

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compilerllm.artifact import opaque_line, read_manifest
+from compilerllm.artifact import cutlass_line, opaque_line, read_manifest
 from compilerllm.checkpoint import locate
 from compilerllm.compiled import CompiledModel
 from compilerllm.compiler import CompileRequest, Found, OnStage, ensure_artifact
@@ -74,6 +74,8 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
     }
     if opaque := opaque_line(manifest):
         card["opaque"] = opaque
+    if cutlass := cutlass_line(manifest):
+        card["cutlass"] = cutlass
     return model, ModelFacts(model=config.model.display_name, target=manifest["target"], card=card)
 
 

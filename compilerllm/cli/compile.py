@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from compilerllm.artifact import opaque_line, read_manifest
+    from compilerllm.artifact import cutlass_line, opaque_line, read_manifest
     from compilerllm.cli.local import compile_model
     from compilerllm.cli.terminal import print_card
 
@@ -29,5 +29,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if opaque := opaque_line(manifest):
         card["opaque"] = opaque
+    if cutlass := cutlass_line(manifest):
+        card["cutlass"] = cutlass
     print_card(card)
     return 0

@@ -96,15 +96,28 @@ def measure(
     from compilerllm.cuda_artifact import flat_module, prepare_bucket
     from compilerllm.environment import cache_dir
     from compilerllm.ir.step import Bucket
+    from compilerllm.kernels.cutlass.build import find_supply
+    from compilerllm.kernels.cutlass.instances import TARGET
+    from compilerllm.kernels.triton.emit import cutlass_cache
     from compilerllm.kernels.triton.tasks import find_tasks
     from compilerllm.kernels.triton.tune import tune
 
     buckets = [Bucket(s, s, s, 1) for s in sequences] + [Bucket(t, min(t, 16), min(t, 16), t) for t in tokens]
-    tasks = find_tasks(flat_module(module), buckets, target, 3, prepare_bucket)
+    cutlass = find_supply(cutlass_cache(cache_dir() / "kernels"))
+    tasks = find_tasks(flat_module(module), buckets, target, 3, prepare_bucket, cutlass)
     tasks = [
         replace(t, candidates=t.candidates[:most]) for t in tasks if not families or t.family in families
     ]
     with Progress(console=Console(stderr=True), transient=True) as bar:
+        if cutlass.reason and target.name == TARGET:
+            kept = (
+                f"those of the cache's library are timed ({len(cutlass.kept)})"
+                if cutlass.kept
+                else "left out"
+            )
+            bar.console.print(
+                f"CUTLASS candidates: {kept}: {cutlass.reason}", highlight=False, soft_wrap=True
+            )
         line = bar.add_task("", total=None)
 
         def show(done: int, total: int, what: str) -> None:
@@ -112,7 +125,7 @@ def measure(
                 bar.console.print(what, highlight=False, soft_wrap=True)
             bar.update(line, completed=done, total=total, description=what[:60])
 
-        return tune(tasks, target, 3, cache_dir() / "kernels", target.chip, show, seconds)
+        return tune(tasks, target, 3, cache_dir() / "kernels", target.chip, show, seconds, cutlass)
 
 
 def _numbers(flag: str, text: str) -> list[int]:

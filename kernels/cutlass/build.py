@@ -1,7 +1,12 @@
-"""From instances to one shared library: nvcc is asked once an instance, results are kept by content. Build time only."""
+"""From instances to one shared library: nvcc is asked once an instance, results are kept by content. Build time only.
+
+The cache folder holds objects, libraries, and beside each library what it is made of; where nvcc or the headers are
+missing, a library of the cache that was made elsewhere does too.
+"""
 
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -10,9 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from compilerllm.kernels.cutlass.instances import Instance, table_source
-from compilerllm.kernels.errors import BuildFailed
+from compilerllm.kernels.cutlass.instances import Instance, of_config, table_source
+from compilerllm.kernels.cutlass.supply import Supply
+from compilerllm.kernels.errors import BuildFailed, UnsupportedByTarget
 
 TEMPLATES = Path(__file__).parent / "templates"
 # No asserts: CUTLASS's would abort the server, and would put paths of this machine into the library.
@@ -20,7 +27,8 @@ FLAGS = (
     "-std=c++17", "-O3", "-DNDEBUG", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 )  # fmt: skip
-LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=-s")
+# Nothing is linked on the device: that would record the folders of this CUDA.
+LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=-s", "-nodlink")
 
 Progress = Callable[[int, int, str], None]  # done, all, name of the instance just made
 
@@ -55,12 +63,21 @@ def headers() -> tuple[tuple[Path, ...], str]:
     return (source / "include", source / "tools/util/include"), hashlib.sha256(text.encode()).hexdigest()
 
 
-def object_key(source: str) -> str:
-    """What an object depends on: its text, the ABI, flags, compiler, CUTLASS. No path, host or user."""
+def _hash(*parts: str) -> str:
     digest = hashlib.sha256()
-    for part in (source, (TEMPLATES / "abi.h").read_text(), *FLAGS, compiler()[1], headers()[1]):
+    for part in parts:
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
+
+
+def text_key(source: str) -> str:
+    """What of an object is ours: its text, the ABI, flags."""
+    return _hash(source, (TEMPLATES / "abi.h").read_text(), *FLAGS)
+
+
+def object_key(source: str) -> str:
+    """What an object depends on: that, the compiler, CUTLASS. No path, host or user."""
+    return _hash(source, (TEMPLATES / "abi.h").read_text(), *FLAGS, compiler()[1], headers()[1])
 
 
 def library_key(instances: list[Instance]) -> str:
@@ -71,6 +88,58 @@ def library_key(instances: list[Instance]) -> str:
     return digest.hexdigest()[:32]
 
 
+def find_supply(cache_dir: Path) -> Supply:
+    """What can be had here: any instance with nvcc and the headers, else those of the cache's richest library."""
+    try:
+        compiler(), headers()
+    except BuildFailed as error:
+        kept = max((_current(f) for f in _described(cache_dir)), key=len, default=frozenset[str]())
+        return Supply(False, kept, str(error))
+    return Supply(True)
+
+
+def provide_library(instances: list[Instance], cache_dir: Path, progress: Progress | None = None) -> Path:
+    """A library in ``cache_dir`` with these instances, and maybe others: built, or found where nothing can be built.
+
+    Raises ``BuildFailed`` where there is none.
+    """
+    supply = find_supply(cache_dir)
+    if supply.builds:
+        return build_library(instances, cache_dir, progress)
+    wanted = {i.name for i in instances}
+    for described in _described(cache_dir):
+        if wanted <= _current(described):
+            return described.with_suffix(".so")
+    raise BuildFailed(
+        f"no library in {cache_dir} has {', '.join(sorted(wanted - supply.kept))}: {supply.reason}"
+    )
+
+
+def describe(library: Path) -> dict[str, Any]:
+    """Of a library in the cache: ``instances`` (config, ``text_key``) and ``tools``, the versions that made it."""
+    described: dict[str, Any] = json.loads(library.with_suffix(".json").read_text())
+    return described
+
+
+def _described(cache_dir: Path) -> list[Path]:
+    """Descriptions of the libraries in the cache, the latest first."""
+    found = [f for f in cache_dir.glob("*.json") if f.with_suffix(".so").exists()]
+    return sorted(found, key=lambda f: (-f.stat().st_mtime, f.name))
+
+
+def _current(described: Path) -> frozenset[str]:
+    """Names of the instances that the library has as this version would build them."""
+    current = []
+    for entry in describe(described)["instances"]:
+        try:
+            instance = of_config(entry["config"])
+        except UnsupportedByTarget:  # another version's
+            continue
+        if entry["text"] == text_key(instance.source()):
+            current.append(instance.name)
+    return frozenset(current)
+
+
 def build_library(
     instances: list[Instance], cache_dir: Path, progress: Progress | None = None, workers: int | None = None
 ) -> Path:
@@ -78,13 +147,14 @@ def build_library(
 
     progress is called from this thread as instances are done. Raises ``BuildFailed`` with nvcc's first errors.
     """
+    cache_dir = cache_dir.resolve()  # compilers run in a folder of their own
     library = cache_dir / f"{library_key(instances)}.so"
-    if library.exists():
+    if library.exists() and library.with_suffix(".json").exists():
         return library
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".build-") as scratch:
         folder, objects = Path(scratch), {}
-        with ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(max_workers=workers or len(os.sched_getaffinity(0))) as pool:
             pending = {
                 pool.submit(_object, i.name, i.source(), ".cu", folder, cache_dir): i.name for i in instances
             }
@@ -96,13 +166,14 @@ def build_library(
                     raise
                 if progress is not None:
                     progress(done, len(instances), pending[future])
-        table = _table(instances, folder)
-        linked = folder / "linked.so"
-        _run(
-            "the library",
-            [compiler()[0], *LINK_FLAGS, "-o", str(linked), str(table), *map(str, objects.values())],
-        )
+        table, linked, described = _table(instances, folder), folder / "linked.so", folder / "described.json"
+        ordered = [str(objects[i.name]) for i in instances]
+        _run("the library", [compiler()[0], *LINK_FLAGS, "-o", linked.name, table.name, *ordered], folder)
+        tools = {"nvcc": compiler()[1], "cutlass": headers()[1]}
+        made = [{"config": i.config(), "text": text_key(i.source())} for i in instances]
+        described.write_text(json.dumps({"instances": made, "tools": tools}, indent=1) + "\n")
         linked.replace(library)  # atomic: a reader sees a whole library or none
+        described.replace(library.with_suffix(".json"))
     return library
 
 
@@ -110,20 +181,8 @@ def _table(instances: list[Instance], folder: Path) -> Path:
     """The C ABI, whose functions alone are visible."""
     text, made = folder / "table.cpp", folder / "table.o"
     text.write_text(table_source(instances))
-    _run(
-        "the table",
-        [
-            compiler()[0],
-            "-std=c++17",
-            "-O2",
-            "-Xcompiler=-fPIC",
-            f"-I{TEMPLATES}",
-            "-c",
-            str(text),
-            "-o",
-            str(made),
-        ],
-    )
+    flags = ("-std=c++17", "-O2", "-Xcompiler=-fPIC", f"-I{TEMPLATES}")
+    _run("the table", [compiler()[0], *flags, "-c", text.name, "-o", made.name], folder)
     return made
 
 
@@ -133,14 +192,23 @@ def _object(name: str, source: str, suffix: str, folder: Path, cache_dir: Path) 
         return kept
     text, made = folder / f"{name}{suffix}", folder / f"{name}.o"
     text.write_text(source)
-    includes = [f"-I{path}" for path in (*headers()[0], TEMPLATES)]
-    _run(name, [compiler()[0], *FLAGS, *includes, "-c", str(text), "-o", str(made)])
+    # Relative names, and headers' folders under names of no machine: equal sources give equal objects anywhere.
+    places = [f(path) for path in (*headers()[0], TEMPLATES) for f in (_include, _renamed)]
+    _run(name, [compiler()[0], *FLAGS, *places, "-c", text.name, "-o", made.name], folder)
     made.replace(kept)
     return kept
 
 
-def _run(what: str, command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _include(path: Path) -> str:
+    return f"-I{path}"
+
+
+def _renamed(path: Path) -> str:
+    return f"-Xcompiler=-ffile-prefix-map={path}={path.name}"
+
+
+def _run(what: str, command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).splitlines()
         errors = [line for line in lines if "error" in line][:6] or lines[:6]

@@ -3,19 +3,20 @@
 from compilerllm.kernels.cutlass.instances import BYTES, Instance
 from compilerllm.kernels.errors import UnsupportedByTarget
 
+LEAST_ROWS = 64  # of a tile; with fewer, most of each is padding
 _K_BYTES = 128  # of a tile along K: one swizzled row of shared memory
-# tile of M and N, cluster, schedule. Few rows: many small tiles. Many rows: large ones, two blocks sharing weights' loads.
-_SMALL = (((64, 128), (1, 1), "pingpong"), ((64, 256), (1, 1), "pingpong"), ((128, 128), (1, 1), "stream_k"))
-_MIDDLE = (
+# Tile of M and N, cluster, schedule; two blocks of a cluster share the loads of weights. None of them wants a workspace:
+# stream-K does, as much as only the device can say.
+_SHAPES = (
+    ((128, 256), (2, 1), "cooperative"),
     ((128, 128), (2, 1), "pingpong"),
     ((64, 256), (1, 1), "pingpong"),
-    ((128, 256), (2, 1), "cooperative"),
+    ((64, 128), (1, 1), "pingpong"),
 )
-_LARGE = (
-    ((128, 256), (2, 1), "cooperative"),
-    ((128, 128), (2, 1), "pingpong"),
-    ((128, 256), (1, 1), "stream_k"),
-)
+_MANY_ROWS = 512  # from here on the largest tiles are likely best, below the smallest
+_GROUP_BYTES = 16  # of an array's entry of a group, at most
+_GROUP_ARRAYS = 7
+_TENSOR_MAPS = 4 * 128  # bytes of each SM: of A, B, C and D
 
 
 def candidates(
@@ -24,19 +25,10 @@ def candidates(
 ) -> list[Instance]:  # fmt: skip
     """Instances for at most ``m`` rows, the likely fastest first. Raises ``UnsupportedByTarget`` for unaligned N or K."""
     require_alignment(n, k, operand, output)
-    shapes = _SMALL if m <= 64 else _MIDDLE if m <= 512 else _LARGE
+    depth = _K_BYTES // BYTES[operand]
     return [
-        Instance(
-            operand,
-            output,
-            (*tile, _K_BYTES // BYTES[operand]),
-            cluster,
-            schedule,
-            activation,
-            bias,
-            residual,
-        )
-        for tile, cluster, schedule in shapes
+        Instance(operand, output, (*tile, depth), cluster, schedule, activation, bias, residual)
+        for tile, cluster, schedule in (_SHAPES if m >= _MANY_ROWS else reversed(_SHAPES))
     ]
 
 
@@ -49,31 +41,43 @@ def grouped_candidates(n: int, k: int) -> list[Instance]:
     ]
 
 
+def find(found: list[Instance], name: str) -> Instance:
+    """The one called ``name``. Raises ``UnsupportedByTarget`` where it is not among them."""
+    for instance in found:
+        if instance.name == name:
+            return instance
+    raise UnsupportedByTarget(
+        f"CUTLASS has no kernel {name} for this product; there are {', '.join(i.name for i in found)}."
+    )
+
+
+def aligned(n: int, k: int, operand: str, output: str) -> bool:
+    """Whether rows of operands and results start at multiples of 16 bytes."""
+    return n > 0 and k > 0 and k * BYTES[operand] % 16 == 0 and n * BYTES[output] % 16 == 0
+
+
 def require_alignment(n: int, k: int, operand: str, output: str) -> None:
-    """Raises ``UnsupportedByTarget`` where rows of operands or results do not start at multiples of 16 bytes."""
-    for label, extent, dtype in (("K", k, operand), ("N", n, output)):
-        if extent < 1 or extent * BYTES[dtype] % 16:
-            raise UnsupportedByTarget(
-                f"CUTLASS kernels want rows of whole 16 bytes: {label} = {extent} of {dtype} is not. Use Triton or cuBLAS."
-            )
+    """Raises ``UnsupportedByTarget`` where they do not."""
+    if not aligned(n, k, operand, output):
+        raise UnsupportedByTarget(
+            f"CUTLASS kernels want rows of whole 16 bytes: K = {k} of {operand} and N = {n} of {output} are not. "
+            "Use Triton or cuBLAS."
+        )
 
 
-def gemm_fixed(instance: Instance, library_key: str, number: int, n: int, k: int) -> dict[str, str | int]:
+def grouped_workspace(groups: int, sms: int) -> int:
+    """Bytes of workspace, at most, of a grouped product on a chip of ``sms``: arrays over groups, tensor maps of each SM."""
+    return _GROUP_ARRAYS * (-(-groups * _GROUP_BYTES // 256) * 256) + sms * _TENSOR_MAPS
+
+
+def gemm_fixed(instance: Instance, n: int, k: int, workspace: int = 0) -> dict[str, str | int]:
     """Fixed arguments of the call "cutlass_gemm"; at run time it takes A, B, C, bias, scale, D, workspace, M (0: left out).
 
-    library_key: of the library in the artifact, ``<key>.so`` beside the cubins; number: the instance's place in it.
+    workspace: bytes that the program keeps for it. The build adds ``library``: ``<library>.so`` of the artifact.
     """
-    return instance.config() | {
-        "library": library_key,
-        "instance": number,
-        "name": instance.name,
-        "n": n,
-        "k": k,
-    }
+    return instance.config() | {"name": instance.name, "n": n, "k": k, "workspace": workspace}
 
 
-def grouped_fixed(
-    instance: Instance, library_key: str, number: int, groups: int, n: int, k: int
-) -> dict[str, str | int]:
+def grouped_fixed(instance: Instance, groups: int, n: int, k: int, workspace: int) -> dict[str, str | int]:
     """Fixed arguments of "cutlass_grouped_gemm"; at run time it takes A, B, offsets, D, workspace, M (of all groups)."""
-    return gemm_fixed(instance, library_key, number, n, k) | {"groups": groups}
+    return gemm_fixed(instance, n, k, workspace) | {"groups": groups}

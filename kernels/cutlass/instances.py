@@ -1,6 +1,6 @@
 """Instances of the CUTLASS templates: what one computes and how, and its source text. No CUTLASS needed here."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from string import Template
@@ -18,7 +18,8 @@ SCHEDULES = {
     "pingpong": ("TmaWarpSpecializedPingpong", "PersistentScheduler"),
     "stream_k": ("TmaWarpSpecializedCooperative", "StreamKScheduler"),
 }
-TARGET = "cuda-sm_90"
+TARGET = "sm_90"
+TEMPLATES = ("library:cutlass_gemm", "library:cutlass_grouped_gemm")
 
 
 @dataclass(frozen=True)
@@ -119,23 +120,27 @@ class Instance:
 
 def of_spec(spec: KernelSpec) -> Instance:
     """The instance that a spec names by its template and config. Raises ``UnsupportedByTarget`` for another's spec."""
-    if spec.template not in ("library:cutlass_gemm", "library:cutlass_grouped_gemm") or spec.target != TARGET:
+    if spec.template not in TEMPLATES or spec.target != TARGET:
         raise UnsupportedByTarget(
             f"{spec.op}: {spec.template} for {spec.target} is no CUTLASS kernel. They exist for {TARGET} only."
         )
-    given = dict(spec.config)
+    return of_config(dict(spec.config))
+
+
+def of_config(config: Mapping[str, object]) -> Instance:
+    """The inverse of ``config``, whose values may have become texts. Raises ``UnsupportedByTarget`` where it is not whole."""
+    given = {name: str(value) for name, value in config.items()}
     try:
-        tile = tuple(int(x) for x in given["tile"].split("x"))
-        cluster = tuple(int(x) for x in given.get("cluster", "1x1").split("x"))
-        shape, shared = (tile[0], tile[1], tile[2]), (cluster[0], cluster[1])
+        m, n, k = (int(x) for x in given["tile"].split("x"))
+        rows, columns = (int(x) for x in given.get("cluster", "1x1").split("x"))
         operand, output = given["operand"], given["output"]
-    except (KeyError, ValueError, IndexError) as e:
+    except (KeyError, ValueError) as e:
         raise UnsupportedByTarget(
-            f"{spec.op}: the CUTLASS config {given} is not whole ({e!r}). It takes operand, output, tile (as 128x128x64)."
+            f"the CUTLASS config {given} is not whole ({e!r}). It takes operand, output, tile (as 128x128x64)."
         ) from e
     return Instance(
-        operand, output, shape, shared, given.get("schedule", "cooperative"), given.get("activation", "none"),
-        given.get("bias") == "True", given.get("residual") == "True", spec.template == "library:cutlass_grouped_gemm",
+        operand, output, (m, n, k), (rows, columns), given.get("schedule", "cooperative"), given.get("activation", "none"),
+        given.get("bias") == "True", given.get("residual") == "True", given.get("grouped") == "True",
     )  # fmt: skip
 
 

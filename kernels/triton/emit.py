@@ -6,6 +6,10 @@ from pathlib import Path
 
 from compilerllm.ir.graph import Module
 from compilerllm.ir.step import Bucket
+from compilerllm.kernels.cutlass.build import provide_library
+from compilerllm.kernels.cutlass.instances import TEMPLATES, Instance, of_spec
+from compilerllm.kernels.cutlass.supply import NONE as NO_CUTLASS
+from compilerllm.kernels.cutlass.supply import Supply
 from compilerllm.kernels.groups import paged_windows
 from compilerllm.kernels.launch.gpu.program import Argument, Kernel, Launch, Plan, Pointer, Program
 from compilerllm.kernels.triton.build import Cubin, build_kernels
@@ -28,6 +32,11 @@ class ProgramDraft:
         """Every kernel once, in the order of first use."""
         return list(dict.fromkeys(c.source for b in self.buckets for c in b.calls if c.source is not None))
 
+    def instances(self) -> list[Instance]:
+        """Every CUTLASS instance once, by name."""
+        calls = [c for b in self.buckets for c in b.calls if f"library:{c.library}" in TEMPLATES]
+        return sorted({of_spec(c.spec) for c in calls}, key=lambda i: i.name)
+
 
 def draft_program(
     module: Module,
@@ -36,18 +45,27 @@ def draft_program(
     level: int = 2,
     chooser: Chooser | None = None,
     prepare: Prepare = lambda module, bucket: module,
+    cutlass: Supply = NO_CUTLASS,
 ) -> ProgramDraft:
-    """Emit every bucket of a flat module (``inline_calls``). ``prepare`` rewrites it for one bucket first."""
+    """Emit every bucket of a flat module (``inline_calls``). ``prepare`` rewrites it for one bucket first.
+
+    cutlass: the instances that calls may be of.
+    """
     windows = paged_windows(module)
     emitted = tuple(
-        BucketEmitter(prepare(module, bucket), bucket, target, windows, level, chooser).emit()
+        BucketEmitter(prepare(module, bucket), bucket, target, windows, level, chooser, cutlass).emit()
         for bucket in buckets
     )
     return ProgramDraft(target, emitted)
 
 
-def finish_program(draft: ProgramDraft, cubins: Mapping[KernelSource, Cubin] | None = None) -> Program:
-    """The draft with memory planned and kernels numbered. Without ``cubins`` it can only be interpreted."""
+def finish_program(
+    draft: ProgramDraft, cubins: Mapping[KernelSource, Cubin] | None = None, library: str = ""
+) -> Program:
+    """The draft with memory planned and kernels numbered. Without ``cubins`` it can only be interpreted.
+
+    library: the name, without its suffix, of that of the CUTLASS instances.
+    """
     numbers: dict[tuple[KernelSource | None, str, tuple[str, ...], object], int] = {}
     kernels: list[Kernel] = []
     plans = []
@@ -58,7 +76,7 @@ def finish_program(draft: ProgramDraft, cubins: Mapping[KernelSource, Cubin] | N
             key = (call.source, call.library, call.types, call.fixed)
             if key not in numbers:
                 numbers[key] = len(kernels)
-                kernels.append(_kernel(call, cubins))
+                kernels.append(_kernel(call, cubins, library))
             args = tuple(_fixed(a, emitted.memory) for a in call.args)
             launches.append(Launch(numbers[key], call.grid, args, call.label, call.cost))
         check_launches(launches, kernels)
@@ -66,18 +84,41 @@ def finish_program(draft: ProgramDraft, cubins: Mapping[KernelSource, Cubin] | N
     return Program(tuple(kernels), tuple(plans), max((b.counters for b in draft.buckets), default=0))
 
 
+@dataclass(frozen=True)
+class Built:
+    """A program and the files it wants in its artifact. library: of CUTLASS instances, None where none is called."""
+
+    program: Program
+    cubins: Mapping[KernelSource, Cubin]
+    library: Path | None
+
+
 def build_program(
     draft: ProgramDraft, cache: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[Program, dict[KernelSource, Cubin]]:
-    """Compile the draft's kernels through the cache, and finish it. Raises ``KernelBuildError``."""
-    cubins = build_kernels(draft.sources(), draft.target, cache, on_progress)
-    return finish_program(draft, cubins), cubins
+) -> Built:
+    """Compile the draft's kernels through the cache, and finish it. Raises ``KernelBuildError``, ``BuildFailed``."""
+    sources, instances = draft.sources(), draft.instances()
+    total = len(sources) + len(instances)
+    cubins = build_kernels(sources, draft.target, cache, lambda done, _: on_progress(done, total))
+    library = None
+    if instances:
+        library = provide_library(
+            instances, cutlass_cache(cache), lambda done, _, name: on_progress(len(sources) + done, total)
+        )
+    return Built(finish_program(draft, cubins, library.stem if library else ""), cubins, library)
 
 
-def _kernel(call: Call, cubins: Mapping[KernelSource, Cubin] | None) -> Kernel:
+def cutlass_cache(cache: Path) -> Path:
+    """Where CUTLASS objects and libraries lie in a cache of kernels."""
+    return cache / "cutlass"
+
+
+def _kernel(call: Call, cubins: Mapping[KernelSource, Cubin] | None, library: str) -> Kernel:
     source = call.source
     if source is None:
-        return Kernel("", "", f"library:{call.library}", call.types, constexprs=call.fixed)
+        template = f"library:{call.library}"
+        fixed = (*call.fixed, ("library", library)) if template in TEMPLATES else call.fixed
+        return Kernel("", "", template, call.types, constexprs=fixed)
     if cubins is None:
         return Kernel("", "", source.template, call.types, source.num_warps, 0, source.pdl, source.constexprs)
     cubin = cubins[source]

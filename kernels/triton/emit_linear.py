@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 from compilerllm.ir.dims import Dim, product
 from compilerllm.ir.graph import Node, Value
+from compilerllm.kernels.cutlass.candidates import find
+from compilerllm.kernels.cutlass.instances import Instance
 from compilerllm.kernels.errors import UnsupportedByTarget
+from compilerllm.kernels.triton.cutlass_calls import gemm, instances
 from compilerllm.kernels.triton.emitter import ITEM_BYTES, Arg, BucketEmitter, Typed, emitter
 from compilerllm.kernels.triton.linear_candidates import Candidate, candidates, power_of_two, shape_of
 from compilerllm.kernels.triton.source import ConstValue
@@ -44,6 +47,16 @@ class Linear:
         return self.node.op.endswith("gated")
 
     @property
+    def width(self) -> int:
+        """Columns of the product: gate and up together."""
+        return self.n * (2 if self.gated else 1)
+
+    @property
+    def more(self) -> bool:
+        """Whether anything but a bias comes after the product."""
+        return self.gated or self.residual is not None or self.node.op == "linear_act"
+
+    @property
     def act(self) -> str:
         return self.node.text("act", "identity")
 
@@ -57,7 +70,9 @@ def emit_linear(e: BucketEmitter, node: Node) -> None:
         "act": it.act, "bias": int(it.bias is not None),
     }  # fmt: skip
     shape = shape_of(problem, ITEM_BYTES[it.x.dtype], ITEM_BYTES[it.out.dtype])
-    choice = e.choose(node, "linear", problem, candidates(shape, e.target, it.x.dtype != "f32"))
+    cutlass = _instances(e, it)
+    names = tuple(i.name for i in cutlass)
+    choice = e.choose(node, "linear", problem, candidates(shape, e.target, it.x.dtype != "f32", names))
     x: Value | Typed = it.x
     if choice.get("norm") == "apart":
         x = _norm(e, it)
@@ -66,6 +81,8 @@ def emit_linear(e: BucketEmitter, node: Node) -> None:
             _gemv(e, it, x, choice)
         case "matmul":
             _matmul(e, it, x, choice)
+        case "cutlass":
+            _cutlass(e, it, x, find(cutlass, choice["instance"]))
         case _:
             _library(e, it, x)
 
@@ -191,8 +208,8 @@ def _matmul(e: BucketEmitter, it: Linear, x: Value | Typed, choice: Candidate) -
 
 def _library(e: BucketEmitter, it: Linear, x: Value | Typed) -> None:
     """A product by the library. What follows a bias reads f32 sums, so that they are rounded once."""
-    width = it.n * (2 if it.gated else 1)
-    after = it.gated or it.bias is not None or it.residual is not None or it.node.op == "linear_act"
+    width = it.width
+    after = it.bias is not None or it.more
     result = e.arg(it.out)
     if after:
         dtype = "f32" if it.bias is not None else it.x.dtype
@@ -203,8 +220,33 @@ def _library(e: BucketEmitter, it: Linear, x: Value | Typed) -> None:
         it.node, "matmul", [given, e.arg(it.weight), result, e.extent(it.rows)], {"k": it.k, "n": width}
     )
     if after:
-        up = e.typed(result.pointer.at(it.n * ITEM_BYTES[result.dtype]), result.dtype) if it.gated else None
-        _after(e, it.node, it.rows, it.n, (result, width), (up, width), it.bias, it.residual, it.act)
+        _after_product(e, it, result, it.bias)
+
+
+def _instances(e: BucketEmitter, it: Linear) -> list[Instance]:
+    """CUTLASS instances that may be timed for the product, with its bias."""
+    values = [it.x, it.weight, it.out] + ([] if it.bias is None else [it.bias])
+    dtypes = {v.dtype for v in values}
+    return instances(e, e.bound(it.rows), it.width, it.k, dtypes, it.bias is not None)
+
+
+def _cutlass(e: BucketEmitter, it: Linear, x: Value | Typed, instance: Instance) -> None:
+    """A product with its bias by CUTLASS, rounded once; activation, gate and residual read rounded products anyway."""
+    result = e.arg(it.out)
+    if it.more:
+        result = e.typed(e.scratch(e.bound(it.rows) * it.width * ITEM_BYTES[it.x.dtype]), it.x.dtype)
+    given = e.arg(x) if isinstance(x, Value) else x
+    bias = None if it.bias is None else e.arg(it.bias)
+    rows = e.extent(it.rows)
+    gemm(e, it.node, instance, given, e.arg(it.weight), bias, result, rows, it.width, it.k)
+    if it.more:
+        _after_product(e, it, result, None)
+
+
+def _after_product(e: BucketEmitter, it: Linear, product: Typed, bias: Value | None) -> None:
+    """What a library's product, dense rows of ``it.width``, still wants."""
+    up = e.typed(product.pointer.at(it.n * ITEM_BYTES[product.dtype]), product.dtype) if it.gated else None
+    _after(e, it.node, it.rows, it.n, (product, it.width), (up, it.width), bias, it.residual, it.act)
 
 
 def _after(

@@ -16,6 +16,8 @@ from compilerllm.ir.graph import Graph, Module, Node, Value
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import print_node
 from compilerllm.ir.types import StateType, StepType
+from compilerllm.kernels.cutlass.supply import NONE as NO_CUTLASS
+from compilerllm.kernels.cutlass.supply import Supply
 from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.kernels.launch.dtypes import ITEM_BYTES, TRITON_TYPES
 from compilerllm.kernels.launch.gpu.program import NO_COST, Extent, Pointer
@@ -65,8 +67,10 @@ class BucketEmitter:
         windows: Sequence[int | None],
         level: int = 2,
         chooser: Chooser | None = None,
+        cutlass: Supply = NO_CUTLASS,
     ) -> None:
         self.module, self.bucket, self.target, self.level = module, bucket, target, level
+        self.cutlass = cutlass
         self.graph: Graph = module.main
         self.windows = windows
         self.chooser = chooser or FirstCandidate()

@@ -1,12 +1,12 @@
 """Ways to run a linear on a CUDA target, the best by a simple model of time first.
 
 A candidate is a flat dict. ``path`` says which kernels: ``gemv`` (few rows), ``gemv_rows`` (one row held in registers),
-``matmul`` (tiles) or ``cublas`` (a library call and, where something comes after the product, one more kernel). For ops
-that norm first, ``norm`` says whether the kernel does it itself. Every candidate is valid for any number of rows up to
-the problem's.
+``matmul`` (tiles), ``cublas`` or ``cutlass`` (a library call and, where something comes after the product, one more
+kernel; cutlass by its instance's name). For ops that norm first, ``norm`` says whether the kernel does it itself.
+Every candidate is valid for any number of rows up to the problem's.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,8 +66,11 @@ def power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def candidates(s: Shape, target: CudaTarget, tensor_cores: bool) -> list[Candidate]:
-    """A few of each path, the cost model's order. tensor_cores: whether they multiply the dtype exactly."""
+def candidates(
+    s: Shape, target: CudaTarget, tensor_cores: bool, cutlass: Sequence[str] = ()
+) -> list[Candidate]:
+    """A few of each path, the cost model's order. tensor_cores: whether they multiply the dtype exactly; cutlass: names of
+    instances, which follow cuBLAS: nothing but a measurement puts one first."""
     found: list[tuple[float, Candidate]] = []
     apart = {"norm": "apart"} if s.norm else {}
     extra = LAUNCH + 1e-6 if s.norm else 0.0
@@ -79,7 +82,12 @@ def candidates(s: Shape, target: CudaTarget, tensor_cores: bool) -> list[Candida
             ways = _best(_gemv(plain, target), MOST_GEMV // 4) + _best(_gemv_rows(plain, target), 1)
             found += [(cost + extra, c | apart) for cost, c in ways]
     tiles = _varied(_best(_matmul(s, target, tensor_cores)))[: MOST_TILES // (3 if few else 1)]
-    tiles.append((_library_cost(s, target), {"path": "cublas"}))
+    library = _library_cost(s, target)
+    tiles.append((library, {"path": "cublas"}))
+    tiles += [
+        (library * (1 + 0.001 * place), {"path": "cutlass", "instance": name})
+        for place, name in enumerate(cutlass, 1)
+    ]
     found += [(cost + extra, c | apart) for cost, c in tiles]
     return [c for _, c in _best(found)]
 

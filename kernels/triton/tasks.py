@@ -7,6 +7,8 @@ from typing import Any
 from compilerllm.ir.graph import Graph, Module, Node, Param, Value
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.types import StateType, StepType
+from compilerllm.kernels.cutlass.supply import NONE as NO_CUTLASS
+from compilerllm.kernels.cutlass.supply import Supply
 from compilerllm.kernels.groups import paged_windows
 from compilerllm.kernels.triton.emit import ProgramDraft
 from compilerllm.kernels.triton.emitter import BucketEmitter
@@ -25,10 +27,12 @@ class Task:
     bucket: Bucket
     node: str
 
-    def draft(self, candidate: Mapping[str, Any], target: CudaTarget, level: int) -> ProgramDraft:
+    def draft(
+        self, candidate: Mapping[str, Any], target: CudaTarget, level: int, cutlass: Supply = NO_CUTLASS
+    ) -> ProgramDraft:
         """The node emitted with ``candidate``."""
         emitter = BucketEmitter(
-            self.module, self.bucket, target, paged_windows(self.module), level, _Forced(candidate)
+            self.module, self.bucket, target, paged_windows(self.module), level, _Forced(candidate), cutlass
         )
         return ProgramDraft(target, (emitter.emit(),))
 
@@ -64,13 +68,14 @@ def find_tasks(
     target: CudaTarget,
     level: int,
     prepare: Callable[[Module, Bucket], Module] = lambda module, bucket: module,
+    cutlass: Supply = NO_CUTLASS,
 ) -> list[Task]:
     """Every problem with more than one candidate, once, in the order it is met."""
     tasks: dict[tuple[str, str], Task] = {}
     for bucket in buckets:
         ready = prepare(module, bucket)
         recorder = _Recorder()
-        emitter = BucketEmitter(ready, bucket, target, paged_windows(module), level, recorder)
+        emitter = BucketEmitter(ready, bucket, target, paged_windows(module), level, recorder, cutlass)
         recorder.emitter = emitter
         emitter.emit()
         for family, problem, candidates, node in recorder.found:

@@ -16,13 +16,16 @@ import torch
 from compilerllm.ir.dims import substitute
 from compilerllm.ir.graph import Value
 from compilerllm.ir.types import StateType, StepType, TensorType
-from compilerllm.kernels.errors import KernelError
+from compilerllm.kernels.cutlass.build import provide_library
+from compilerllm.kernels.cutlass.supply import NONE as NO_CUTLASS
+from compilerllm.kernels.cutlass.supply import Supply
+from compilerllm.kernels.errors import BuildFailed, KernelError
 from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.gpu.driver import Driver
 from compilerllm.kernels.launch.gpu.launcher import PackedPlan
 from compilerllm.kernels.launch.gpu.program import META, Addresses, Pointer, Program, StepLayout
 from compilerllm.kernels.triton.build import Cubin, KernelBuildError, build_kernels
-from compilerllm.kernels.triton.emit import ProgramDraft, finish_program
+from compilerllm.kernels.triton.emit import ProgramDraft, cutlass_cache, finish_program
 from compilerllm.kernels.triton.source import KernelSource
 from compilerllm.kernels.triton.target import CudaTarget
 from compilerllm.kernels.triton.tasks import Task
@@ -38,8 +41,9 @@ Progress = Callable[[int, int, str], None]
 class Bench:
     """Runs one-node programs on the first GPU."""
 
-    def __init__(self, target: CudaTarget) -> None:
-        self.target = target
+    def __init__(self, target: CudaTarget, libraries: Path) -> None:
+        """libraries: the folder where those lie that programs call."""
+        self.target, self._libraries = target, libraries
         self.driver = Driver()
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._functions: dict[str, int] = {}
@@ -82,7 +86,7 @@ class Bench:
         functions = [self._function(k.key, cubins) if k.key else 0 for k in program.kernels]
         plan = PackedPlan(
             program.plans[0], program.kernels, functions, where, self.driver.launch_function(), self.stream.cuda_stream,
-            self._tensor, Path(),
+            self._tensor, self._libraries,
         )  # fmt: skip
         return plan
 
@@ -216,21 +220,25 @@ def tune(
     chip: str,
     on_progress: Progress = lambda done, total, what: None,
     seconds: float = 0.02,
+    cutlass: Supply = NO_CUTLASS,
 ) -> TuningData:
     """Time every candidate of every task. Ones that do not compile or fail at launch are left out, and said so."""
     drafts: list[tuple[Task, dict[str, Any], ProgramDraft]] = []
     for task in tasks:
-        drafts += [(task, candidate, task.draft(candidate, target, level)) for candidate in task.candidates]
+        drafts += [
+            (task, candidate, task.draft(candidate, target, level, cutlass)) for candidate in task.candidates
+        ]
     cubins = _build_all([d for _, _, d in drafts], target, cache, on_progress)
+    library = _build_library([d for _, _, d in drafts], cache, on_progress)
     data = TuningData(chip)
-    bench = Bench(target)
+    bench = Bench(target, cutlass_cache(cache))
     by_key = {c.key: c for c in cubins.values()}
     for index, (task, candidate, draft) in enumerate(drafts):
         on_progress(index, len(drafts), f"{task.family} {dict(task.problem)}")
-        if any(s not in cubins for s in draft.sources()):
+        if any(s not in cubins for s in draft.sources()) or (draft.instances() and not library):
             continue
         try:
-            us = bench.time(task, finish_program(draft, cubins), by_key, seconds)
+            us = bench.time(task, finish_program(draft, cubins, library), by_key, seconds)
         except (KernelError, RuntimeError) as error:
             on_progress(index, len(drafts), f"left out: {task.family} {candidate}: {error}")
             continue
@@ -256,6 +264,23 @@ def _build_all(
             except KernelBuildError as error:
                 on_progress(len(good), len(sources), f"left out: {error}"[:300])
         return good
+
+
+def _build_library(drafts: Sequence[ProgramDraft], cache: Path, on_progress: Progress) -> str:
+    """One library of all CUTLASS instances; its name, empty where none is called or none can be built."""
+    instances = sorted({i for d in drafts for i in d.instances()}, key=lambda i: i.name)
+    if not instances:
+        return ""
+
+    def said(done: int, total: int, name: str) -> None:
+        on_progress(done, total, f"compiling {name}")
+
+    on_progress(0, len(instances), "compiling CUTLASS kernels")
+    try:
+        return provide_library(instances, cutlass_cache(cache), said).stem
+    except BuildFailed as error:
+        on_progress(0, len(instances), f"left out: CUTLASS kernels: {error}")
+        return ""
 
 
 def _shape(value: Value, dims: Mapping[str, int]) -> list[int]:

@@ -86,32 +86,41 @@ load = cache(CutlassLibrary)
 
 @library("cutlass_gemm")
 def cutlass_gemm(call: LibraryCall) -> Callable[[], object]:
-    """Arguments A, B, C, bias, scale, D, workspace, M; fixed library, instance, n, k."""
+    """Arguments A, B, C, bias, scale, D, workspace, M; fixed library, name, n, k, workspace (bytes)."""
     a, b, c, bias, scale, d, workspace, m = map(int, call.values)
     made, number, n, k = _chosen(call)
     if m == 0:
         return nothing
-    size = made.workspace(number, m, n, k)
+    size = _kept(call, made.workspace(number, m, n, k))
     return lambda: made.run(number, a, b, c, bias, d, m, n, k, scale, workspace, size, call.stream)
 
 
 @library("cutlass_grouped_gemm")
 def cutlass_grouped_gemm(call: LibraryCall) -> Callable[[], object]:
-    """Arguments A, B, offsets, D, workspace, M; fixed library, instance, groups, n, k."""
+    """Arguments A, B, offsets, D, workspace, M; fixed library, name, groups, n, k, workspace (bytes)."""
     a, b, offsets, d, workspace, m = map(int, call.values)
     made, number, n, k = _chosen(call)
     groups = int(call.fixed["groups"])
     if m == 0:
         return nothing
-    size = made.workspace(number, m, n, k, groups)
+    size = _kept(call, made.workspace(number, m, n, k, groups))
     return lambda: made.run_grouped(number, a, b, offsets, d, groups, m, n, k, workspace, size, call.stream)
 
 
 def _chosen(call: LibraryCall) -> tuple[CutlassLibrary, int, int, int]:
-    """The library and instance. Raises ``ArtifactError`` where the library has another one in its place."""
-    made, number = load(call.folder / f"{call.fixed['library']}.so"), int(call.fixed["instance"])
-    if not 0 <= number < len(made.names) or made.names[number] != call.fixed["name"]:
+    """The library, the instance's place in it, N and K. Raises ``ArtifactError`` where the library has no such instance."""
+    made, name = load(call.folder / f"{call.fixed['library']}.so"), call.fixed["name"]
+    if name not in made.names:
+        raise ArtifactError(f"the artifact's CUTLASS library has no {name}. Build the artifact again.")
+    return made, made.names.index(name), int(call.fixed["n"]), int(call.fixed["k"])
+
+
+def _kept(call: LibraryCall, wanted: int) -> int:
+    """Bytes of workspace that the program keeps. Raises ``ArtifactError`` where the instance wants more."""
+    kept = int(call.fixed["workspace"])
+    if wanted > kept:
         raise ArtifactError(
-            f"the CUTLASS library has no {call.fixed['name']} at {number}. Build the artifact again."
+            f"CUTLASS kernel {call.fixed['name']} wants {wanted:,} bytes of workspace here, the artifact keeps {kept:,}. "
+            "Build the artifact again with --optimization-level 2, which leaves it out."
         )
-    return made, number, int(call.fixed["n"]), int(call.fixed["k"])
+    return kept

@@ -231,11 +231,12 @@ class _Native:
     def __init__(self, draft: ProgramDraft) -> None:
         from compilerllm.kernels.launch.gpu.driver import Driver
 
-        self.program, cubins = build_program(draft, Path(tempfile.gettempdir()) / "compilerllm-test-kernels")
+        built = build_program(draft, Path(tempfile.gettempdir()) / "compilerllm-test-kernels")
+        self.program = built.program
         torch.cuda.init()
         torch.zeros(1, device="cuda")  # makes torch's context the thread's
         self._driver = Driver()
-        files = {c.key: c for c in cubins.values()}
+        files = {c.key: c for c in built.cubins.values()}
         self._loaded = [
             self._driver.load(files[k.key].file.read_bytes(), k.name, k.shared, k.template)
             if k.key
