@@ -131,6 +131,7 @@ def _kernel(call: Call, cubins: Mapping[KernelSource, Cubin] | None, library: st
         cubin.shared,
         source.pdl,
         source.constexprs,
+        cubin.early,
     )
 
 

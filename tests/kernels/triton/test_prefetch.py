@@ -1,11 +1,18 @@
 """What a kernel may do before it waits for its predecessor is proven from its PTX, and a wrong order is refused."""
 
+from pathlib import Path
+
 import pytest
 
+from compilerllm.ir.step import Bucket
 from compilerllm.kernels.launch.gpu.program import Kernel, Launch, Pointer
-from compilerllm.kernels.triton.build import KernelBuildError, compile_source
+from compilerllm.kernels.spec import KernelSpec
+from compilerllm.kernels.triton.build import KernelBuildError, build_kernels, compile_source
+from compilerllm.kernels.triton.calls import Call, Emitted, Memory
+from compilerllm.kernels.triton.emit import ProgramDraft, finish_program
 from compilerllm.kernels.triton.prefetch import UnsafePrefetch, check_launches, early_arguments
 from compilerllm.kernels.triton.source import KernelSource, generated
+from compilerllm.kernels.triton.target import find_cuda_target
 
 _HEAD = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
 _SAFE = generated(
@@ -72,6 +79,26 @@ def test_early_activation_reads_are_refused_at_the_launch() -> None:
     with pytest.raises(UnsafePrefetch, match="reads arena"):
         check_launches([Launch(0, (1, 1, 1), args, "%y = scale(%x)")], [kernel])
     check_launches([Launch(0, (1, 1, 1), (Pointer("param", "x"), *args[1:]), "")], [kernel])
+
+
+def test_a_program_is_finished_only_where_the_proof_holds(tmp_path: Path) -> None:
+    """What the PTX says of a kernel reaches the check of its launches."""
+
+    def draft(module: str) -> ProgramDraft:
+        source = _source(module)
+        args = (Pointer("arena", "x"), Pointer("param", "w"), Pointer("arena", "out"), 4)
+        types = tuple(t for _, t in source.signature)
+        spec = KernelSpec("mul", (), (), "sm_90", source.template, ())
+        call = Call(source, "", types, (), (1, 1, 1), args, 0, "%y = scale(%x)", spec)
+        memory = {name: Memory(name, 2048, 0, 0) for name in ("x", "out")}
+        return ProgramDraft(target, (Emitted(Bucket(1, 1, 1, 1), [call], memory),))
+
+    target = find_cuda_target("sm_90")
+    safe, reads = draft(_SAFE), draft(_READS)
+    cubins = build_kernels([*safe.sources(), *reads.sources()], target, tmp_path, workers=1)
+    assert finish_program(safe, cubins).kernels[0].early == (1,)
+    with pytest.raises(UnsafePrefetch, match="reads arena"):
+        finish_program(reads, cubins)
 
 
 @pytest.mark.parametrize(
