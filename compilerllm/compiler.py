@@ -23,11 +23,14 @@ from compilerllm import __version__
 from compilerllm.artifact import FORMAT, artifact_path, building, read_manifest, write_manifest
 from compilerllm.config import EngineConfig
 from compilerllm.cpu_artifact import write_cpu
+from compilerllm.environment import cache_dir
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket
-from compilerllm.kernels.cpu.target import CpuTarget, find_target
+from compilerllm.kernels.cpu.target import CpuTarget, UnknownTarget, find_target
 from compilerllm.kernels.launch.files import GgufFile, read_safetensors
+from compilerllm.kernels.triton.target import TARGETS as CUDA_TARGETS
 from compilerllm.kernels.triton.target import CudaTarget, find_cuda_target
+from compilerllm.kernels.tuning import tuning_digest
 from compilerllm.targets import is_cuda, target_name
 
 # What a build goes through, with the share of its time each usually takes, for the progress bar.
@@ -71,19 +74,29 @@ class CompileRequest:
     load_format: Literal["auto", "dummy"] = "auto"
 
     @staticmethod
-    def of(config: EngineConfig) -> "CompileRequest":
-        """The part of an engine's configuration that is compiled in."""
+    def of(config: EngineConfig, target: str | None = None) -> "CompileRequest":
+        """The part of an engine's configuration that is compiled in; ``target`` in place of the device's own."""
         return CompileRequest(
             config.model.model, config.model.dtype, config.model.weights, config.model.optimization_level,
-            target_name(config.model.device),
+            target or target_name(config.model.device),
             config.model.max_model_len, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens,
             config.model.load_format,
         )  # fmt: skip
 
 
 def find_build_target(name: str) -> CpuTarget | CudaTarget:
-    """The target called ``name``: "cpu" (this machine's best), a CPU target, or sm_90 and its like."""
-    return find_cuda_target(name) if is_cuda(name) else find_target(name)
+    """The target called ``name``: "cpu" (this machine's best), a CPU target, or sm_90 and its like.
+
+    Raises ``UnknownTarget``, ``UnknownCudaTarget``.
+    """
+    if is_cuda(name):
+        return find_cuda_target(name)
+    try:
+        return find_target(name)
+    except UnknownTarget as error:
+        raise UnknownTarget(
+            f"{error}; for GPUs there are {', '.join(t.name for t in CUDA_TARGETS)}"
+        ) from None
 
 
 def make_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
@@ -114,10 +127,10 @@ def fingerprint(place: Path) -> str:
 
 def artifact_key(request: CompileRequest, place: Path) -> str:
     """Semantic key: the model's own description, how it is compiled, the tools' versions. No host, path or port."""
-    described = dataclasses.asdict(request) | {
-        "model": fingerprint(place),
-        "target": find_build_target(request.target).name,
-    }
+    target = find_build_target(request.target)
+    described = dataclasses.asdict(request) | {"model": fingerprint(place), "target": target.name}
+    if isinstance(target, CudaTarget):
+        described["tuning"] = tuning_digest(target, cache_dir() / "tuning")
     names = ("torch", "transformers", "triton") if is_cuda(request.target) else ("torch", "transformers")
     tools = {name: importlib.metadata.version(name) for name in names}
     text = json.dumps([FORMAT, __version__, described, tools, _own_sources()], sort_keys=True)

@@ -6,6 +6,7 @@ problem is the text of its sorted fields. A problem never timed falls to the nea
 is within a factor of two, else to the first of the family's own order, which is its cost model's.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,23 @@ class TuningData:
                 yield int(size), timed
 
 
+def tuning_files(target: CudaTarget, own: Path | None = None) -> list[Path]:
+    """The data there is for the target's chip: what comes with the package, then what lies in the folder ``own``."""
+    paths = [folder / f"{target.chip.lower()}.json" for folder in (FOLDER, own) if folder is not None]
+    return [path for path in paths if path.exists()]
+
+
+def tuning_digest(target: CudaTarget, own: Path | None = None) -> str:
+    """Hash of that data: other figures may choose other kernels. Raises ``BadTuningData`` for a file that is unreadable."""
+    digest = hashlib.sha256()
+    for path in tuning_files(target, own):
+        try:
+            digest.update(path.read_bytes() + b"\0")
+        except OSError as error:
+            raise BadTuningData(f"{path} cannot be read ({error}). Delete it, or restore it.") from error
+    return digest.hexdigest()
+
+
 class TunedChooser:
     """Picks the fastest timed candidate; remembers what it picked and why."""
 
@@ -110,13 +128,12 @@ class TunedChooser:
     def for_target(target: CudaTarget, own: Path | None = None) -> "TunedChooser":
         """With what comes with the package for the target's chip, and over it what lies in the folder ``own``."""
         data: TuningData | None = None
-        for folder in (FOLDER, own):
-            if folder is not None and (path := folder / f"{target.chip.lower()}.json").exists():
-                read = TuningData.read(path)
-                if data is None:
-                    data = read
-                else:
-                    data.merge(read)
+        for path in tuning_files(target, own):
+            read = TuningData.read(path)
+            if data is None:
+                data = read
+            else:
+                data.merge(read)
         return TunedChooser(data)
 
     def choose(self, family: str, problem: Problem, candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:

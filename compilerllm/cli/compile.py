@@ -1,6 +1,7 @@
 """Build a model's artifact ahead of time, so that serving it only loads. Prints where it is and what took how long.
 
 compilerllm compile model.gguf --optimization-level 2
+compilerllm compile Qwen/Qwen3-0.6B --target sm_90      for a GPU that need not be in this machine
 """
 
 import argparse
@@ -10,6 +11,11 @@ from compilerllm.cli.flags import add_engine_flags, read_engine_config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="A folder, a hub id or a .gguf file.")
+    parser.add_argument(
+        "--target",
+        metavar="NAME",
+        help="Build for another machine, such as sm_90 or cpu-avx2; by default for --device of this one.",
+    )
     add_engine_flags(parser, ("served_model_name",))
 
 
@@ -18,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from compilerllm.cli.local import compile_model
     from compilerllm.cli.terminal import print_card
 
-    found = compile_model(read_engine_config(args))
+    found = compile_model(read_engine_config(args), args.target)
     manifest = read_manifest(found.path) or {}
     stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in manifest.get("seconds", {}).items())
     card = {

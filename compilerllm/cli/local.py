@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from compilerllm.llm import LLM
 
 
-def compile_model(config: EngineConfig) -> "Found":
-    """The artifact, built in a child process if the cache has none. Loads no torch here: a server's own process has none."""
+def compile_model(config: EngineConfig, target: str | None = None) -> "Found":
+    """The artifact, built in a child process if the cache has none. ``target``: in place of this machine's.
+
+    Loads no torch here: a server's own process has none.
+    """
     from compilerllm.checkpoint import locate
     from compilerllm.cli.terminal import compile_progress
     from compilerllm.compiler import CompileRequest, ensure_artifact
@@ -19,7 +22,7 @@ def compile_model(config: EngineConfig) -> "Found":
 
     num_threads()  # a mistake in the environment is told before the compile, not after it
     with compile_progress() as on_stage:
-        return ensure_artifact(CompileRequest.of(config), locate(config.model.model), on_stage)
+        return ensure_artifact(CompileRequest.of(config, target), locate(config.model.model), on_stage)
 
 
 def open_model(config: EngineConfig) -> "tuple[Found, LLM]":

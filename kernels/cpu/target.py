@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.launch.machine import host_features
 
 _COMMON = (
@@ -62,7 +63,7 @@ TARGETS: tuple[CpuTarget, ...] = (
 )
 
 
-class UnknownTarget(ValueError):
+class UnknownTarget(KernelError, ValueError):
     """A target's name that this version does not build for."""
 
 

@@ -96,7 +96,8 @@ def check_capability(built_for: int, device: int, name: str) -> None:
     """Raise ``WrongDevice`` where machine code for ``built_for`` (90 is 9.0) does not run on ``device``."""
     if device // 10 != built_for // 10 or device < built_for:
         raise WrongDevice(
-            f"the artifact is built for sm_{built_for}, but {name} is sm_{device}. Build one with --target cuda-sm_{device}."
+            f"the artifact is built for sm_{built_for}, but {name} is sm_{device}. Build one on this "
+            "machine, or for it with `compilerllm compile --target`."
         )
 
 
