@@ -40,9 +40,10 @@ def cuda_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
 
 
 def prepare_bucket(module: Module, bucket: Bucket) -> Module:
-    """What the graph of one bucket has beyond the others': sampled rows taken early, norms inside small linears."""
+    """What the graph of one bucket has beyond the others': early gathers, norms inside small linears, whole decodes."""
     from compilerllm.passes.fuse_norm_linear import fuse_norm_linear
     from compilerllm.passes.fuse_norm_route import fuse_norm_route
+    from compilerllm.passes.fuse_qkv_attention import fuse_qkv_attention
     from compilerllm.passes.gather_early import gather_early
     from compilerllm.passes.report import PassReport
     from compilerllm.passes.sample_every_token import sample_every_token
@@ -56,6 +57,8 @@ def prepare_bucket(module: Module, bucket: Bucket) -> Module:
         main = fuse_norm_linear(main, PassReport("fuse_norm_linear"))
     if bucket.tokens <= NORM_ROUTE_TOKENS:
         main = fuse_norm_route(main, PassReport("fuse_norm_route"))
+    if bucket.max_query == 1:
+        main = fuse_qkv_attention(main, PassReport("fuse_qkv_attention"))
     return module if main is module.main else module.with_functions(main)
 
 

@@ -1,6 +1,6 @@
 """Forms that fusion passes make: each does exactly what the ops it replaces did, roundings included."""
 
-from compilerllm.ir.dims import Dim, product
+from compilerllm.ir.dims import Dim, product, symbol
 from compilerllm.ir.graph import Node
 from compilerllm.ir.op import OpCall, Reduction, define
 from compilerllm.ir.ops.model import ACTIVATIONS, check_linear, check_norm, linear_flops
@@ -100,6 +100,29 @@ define(
     "split qkv, norm and rotate q and k, store k and v, give q", _qkv_rope_write,
     attrs="heads, style?, half_width?, f32?, eps?, offset?, round_first?", flops=lambda n: 8 * n.operand(1).tensor.numel,
     reduction=Reduction.ROW, writes_state=True,
+)  # fmt: skip
+
+
+def _qkv_attention(call: OpCall) -> tuple[TensorType, ...]:
+    (out,) = _qkv_rope_write(call)
+    heads, kv_heads = out.shape[1], state(call, "paged_kv")["heads"]
+    call.require(isinstance(heads, int) and heads % kv_heads == 0, f"{heads} heads do not share {kv_heads}")
+    if (sinks := call.optional("sinks")) is not None:
+        call.require(sinks.shape == (heads,), f"sinks must be [{heads}], but are {sinks}")
+    return (out,)
+
+
+def _qkv_attention_flops(node: Node) -> Dim:
+    """Those of qkv_rope_write, and 4 * T * C * H * D with C the mean context a token sees."""
+    return 8 * node.operand(1).tensor.numel + 4 * node.output.tensor.numel * symbol("C")
+
+
+# The rotated q is rounded, and keys and values are read as they are stored, as with the two ops apart.
+define(
+    "qkv_attention(state, qkv, step, cos?, sin?, q_norm?, k_norm?, sinks?)",
+    "qkv_rope_write, then paged_attention of its q over the same state", _qkv_attention,
+    attrs="heads, style?, half_width?, f32?, eps?, offset?, round_first?, scale, window?, softcap?",
+    flops=_qkv_attention_flops, reduction=Reduction.CONTEXT, reads_state=True, writes_state=True,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from compilerllm.kernels.reference.model_ops import (
     topk,
 )
 from compilerllm.kernels.reference.registry import reference
-from compilerllm.kernels.reference.serving_ops import kv_write
+from compilerllm.kernels.reference.serving_ops import kv_write, paged_attention
 from compilerllm.kernels.reference.states import State, Step
 
 
@@ -97,6 +97,35 @@ def qkv_rope_write(
         k = rope(k, cos, sin, style=style, head_axis=-2, half_width=half_width, f32=f32)
     kv_write(state, k, v, step)
     return q.contiguous()
+
+
+@reference("qkv_attention")
+def qkv_attention(
+    state: State,
+    qkv: Tensor,
+    step: Step,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    heads: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    style: str = "half",
+    half_width: bool = False,
+    f32: bool = False,
+    eps: float = 0.0,
+    offset: float = 0.0,
+    round_first: bool = False,
+) -> Tensor:
+    q = qkv_rope_write(
+        state, qkv, step, cos, sin, q_norm, k_norm, heads=heads, style=style, half_width=half_width, f32=f32, eps=eps,
+        offset=offset, round_first=round_first,
+    )  # fmt: skip
+    return paged_attention(q, state, step, sinks, scale=scale, window=window, softcap=softcap)
 
 
 @reference("route")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from compilerllm.ir.dims import Dim, substitute
 from compilerllm.ir.graph import Node
 from compilerllm.ir.op import lookup
-from compilerllm.ir.types import TensorType
+from compilerllm.ir.types import StateType, TensorType
 from compilerllm.kernels.launch.dtypes import ITEM_BYTES
 from compilerllm.kernels.launch.gpu.program import Cost
 
@@ -34,7 +34,7 @@ def node_cost(node: Node, bounds: Mapping[str, Dim]) -> Cost:
         nbytes -= missed * sum(number(v.tensor.nbytes) for v in weights)
     base, with_one = number(flops), number(flops, 1)
     context_bytes = 0.0
-    if node.op == "paged_attention":
-        state = node.operand(1).state
+    if node.op in ("paged_attention", "qkv_attention"):
+        state = next(v.state for v in node.operands if isinstance(v.type, StateType))
         context_bytes = 2.0 * state["heads"] * state["dim"] * ITEM_BYTES[state.dtype]
     return Cost(nbytes, base, context_bytes, with_one - base)

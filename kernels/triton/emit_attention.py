@@ -260,6 +260,12 @@ def decode_candidates(
     return fitting(e, dtype, max(16, pow2(group)), dim, made)
 
 
+def parts_at_once(splits: int, warps: int, group: int, dim: int) -> int:
+    """Splits whose parts a program adds up at once: few, as contexts rarely have more, and as registers hold."""
+    fit = PARTS_A_WARP * warps // (pow2(group) * pow2(dim))
+    return max(1, min(pow2(fit + 1) // 2, pow2(splits), 8))
+
+
 def prefill_candidates(e: BucketEmitter, dtype: str, group: int, dim: int) -> list[dict[str, Any]]:
     """Rows, keys, warps and stages of a program; ``group`` heads must fit into the rows."""
     if dtype == "f32":
@@ -329,7 +335,8 @@ def decode(e: BucketEmitter, node: Node) -> None:
     partial, stats = e.typed(e.scratch(parts * kv["dim"]), "f32"), e.typed(e.scratch(parts * 2), "f32")
     source, to = e.rows(q, 1), e.rows(out, 1)
     shared: dict[str, ConstValue] = {
-        "OUT_STRIDE": to.stride, "TILE": chosen["BN"], "SPLITS": splits, "SPLITS_P": pow2(splits), "LEAST": chosen["least"],
+        "OUT_STRIDE": to.stride, "TILE": chosen["BN"], "SPLITS": splits, "LEAST": chosen["least"],
+        "CHUNK": parts_at_once(splits, chosen["warps"], group, kv["dim"]),
     }  # fmt: skip
     args: dict[str, Arg] = {
         "out": to.arg,

@@ -379,7 +379,7 @@ def _as_rows(ref: Ref, lead: int) -> tuple[Dim, int, int] | None:
 
 Emitter = Callable[[BucketEmitter, Node], None]
 EMITTERS: dict[str, Emitter] = {}
-_FAMILIES = ("emit_rows", "emit_groups", "emit_linear", "emit_attention", "emit_experts")
+_FAMILIES = ("emit_rows", "emit_groups", "emit_linear", "emit_attention", "emit_decode", "emit_experts")
 _strided_copy: list[Callable[[BucketEmitter, Ref, Ref], None]] = []
 
 

@@ -213,6 +213,15 @@ def _serving_samples() -> dict[str, list[str]]:
         '%y = qkv_rope_write(%kv, %x, %step, %c, %s, %n, %n, heads=4, style="half", eps=1e-06) : f32[T, 4, 8]', decls=kv,
     )  # fmt: skip
     add(
+        "qkv_attention", ", %x: f32[T, 64], %c: f32[T, 4], %s: f32[T, 4], %n: f32[8]",
+        '%y = qkv_attention(%kv, %x, %step, %c, %s, %n, %n, heads=4, style="half", half_width=true, f32=true, eps=1e-06, '
+        "offset=1.0, round_first=true, scale=0.5, softcap=9.0) : f32[T, 4, 8]", decls=kv,
+    )  # fmt: skip
+    add(
+        "qkv_attention", ", %x: f32[T, 64], %i: f32[4]",
+        "%y = qkv_attention(%kv, %x, %step, none, none, none, none, %i, heads=4, scale=0.5, window=3) : f32[T, 4, 8]", decls=kv_window,
+    )  # fmt: skip
+    add(
         "slot_conv", ", %x: f32[T, 6], %w: f32[6, 4]", "%y = slot_conv(%x, %c, %w, %step) : f32[T, 6]",
         decls="state %c : slot_conv<f32, channels=6, width=3>",
     )  # fmt: skip

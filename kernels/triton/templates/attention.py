@@ -64,6 +64,15 @@ def load_tile(pointer, offset, inside, MASK: tl.constexpr, D: tl.constexpr, DP: 
 
 
 @triton.jit
+def capped(s, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Products of queries and keys as they are; with SOFTCAP as capped scores in log2 units."""
+    if SOFTCAP > 0:
+        return SOFTCAP * LOG2E * (1.0 - 2.0 / (tl.exp2(s * (2.0 * SCALE * LOG2E / SOFTCAP)) + 1.0))
+    else:
+        return s
+
+
+@triton.jit
 def attend(
     q, keys, values, table, acc, top, total, position, start, end, low, high, K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
@@ -100,8 +109,7 @@ def attend(
         inside = (key >= low) & (key < high)
         k = load_tile(keys, k_at, inside, MASK, D, DP)
         s = tl.dot(q, tl.trans(k), input_precision=precision)
-        if SOFTCAP > 0:
-            s = SOFTCAP * LOG2E * (1.0 - 2.0 / (tl.exp2(s * (2.0 * SCALE * LOG2E / SOFTCAP)) + 1.0))
+        s = capped(s, SCALE, SOFTCAP)
         if MASK:
             visible = inside[None, :]
             if CAUSAL:
@@ -123,37 +131,91 @@ def attend(
 
 
 @triton.jit
+def first_total(sinks, head, ok, M: tl.constexpr, SINKS: tl.constexpr):
+    """Maximum and sum before any key: those of the sink, where there is one."""
+    if SINKS:
+        return tl.load(sinks + head, mask=ok, other=0.0).to(tl.float32) * LOG2E, tl.full(
+            (M,), 1.0, tl.float32
+        )
+    else:
+        return tl.full((M,), FLOOR, tl.float32), tl.zeros((M,), tl.float32)
+
+
+@triton.jit
 def combine(
     out, partial, stats, sinks, head, index, active, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, SINKS: tl.constexpr,
+    DP: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """G heads' rows of one output row from their splits' parts, all loaded at once and added in the order of splits.
+    """G heads' rows of one output row from their splits' parts, added in the order of splits, CHUNK of them at once.
 
     ``head`` is the first of the heads, ``index`` the number of (sequence, head) among all.
     """
     own = tl.arange(0, GP)
-    split = tl.arange(0, SPLITS_P)
     column = tl.arange(0, DP)
-    live = (own < G)[:, None] & (split < active)[None, :]
-    row = (index + own).to(tl.int64)[:, None] * SPLITS + split[None, :]
-    top = tl.load(stats + row * 2, mask=live, other=FLOOR, cache_modifier=".cg")
-    part = tl.load(stats + row * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
-    acc = tl.load(
-        partial + row[:, :, None] * D + column[None, None, :],
-        mask=live[:, :, None] & (column < D)[None, None, :], other=0.0, cache_modifier=".cg",
-    )  # fmt: skip
-    best = tl.max(top, 1)
-    if SINKS:
-        sink = tl.load(sinks + head + own, mask=own < G, other=0.0).to(tl.float32) * LOG2E
-        best = tl.maximum(best, sink)
-    weight = tl.where(live, tl.exp2(top - best[:, None]), 0.0)
-    total = tl.sum(weight * part, 1)
-    if SINKS:
-        total += tl.exp2(sink - best)
-    total = tl.where(own < G, total, 1.0)
-    result = tl.sum(weight[:, :, None] * acc, 1) / total[:, None]
     mask = (own < G)[:, None] & (column < D)[None, :]
+    best, total = first_total(sinks, head + own, own < G, GP, SINKS)
+    acc = tl.zeros((GP, DP), tl.float32)
+    for base in tl.range(0, active, CHUNK, num_stages=1):
+        split = base + tl.arange(0, CHUNK)
+        live = (own < G)[:, None] & (split < active)[None, :]
+        row = (index + own).to(tl.int64)[:, None] * SPLITS + split[None, :]
+        top = tl.load(stats + row * 2, mask=live, other=FLOOR, cache_modifier=".cg")
+        part = tl.load(stats + row * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+        parts = tl.load(
+            partial + row[:, :, None] * D + column[None, None, :],
+            mask=live[:, :, None] & (column < D)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new = tl.maximum(best, tl.max(top, 1))
+        weight = tl.where(live, tl.exp2(top - new[:, None]), 0.0)
+        scale = tl.exp2(best - new)
+        total = total * scale + tl.sum(weight * part, 1)
+        acc = acc * scale[:, None] + tl.sum(weight[:, :, None] * parts, 1)
+        best = new
+    result = acc / tl.where(own < G, total, 1.0)[:, None]
     tl.store(out + (head + own)[:, None] * D + column[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def finish(
+    out, partial, stats, counters, sinks, acc, top, total, group, split, sequence, active, OUT_STRIDE: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """A split's acc [M, DP], top [M], total [M], of which G rows count: to out if it is the only one, else as its part.
+
+    With FUSED the program that arrives last adds the parts of all ``active`` splits up.
+    """
+    rows = tl.arange(0, M)
+    column = tl.arange(0, DP)
+    head = group * G + rows
+    mask = (rows < G)[:, None] & (column < D)[None, :]
+    result = out + sequence.to(tl.int64) * OUT_STRIDE
+    if active == 1:
+        if SINKS:
+            sink = tl.load(sinks + head, mask=rows < G, other=0.0).to(tl.float32) * LOG2E
+            best = tl.maximum(top, sink)
+            scale = tl.exp2(top - best)
+            total = total * scale + tl.exp2(sink - best)
+            acc = acc * scale[:, None]
+        acc = acc / total[:, None]
+        tl.store(result + head[:, None] * D + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    else:
+        if SPLITS > 1:
+            part = (sequence * H + head).to(tl.int64) * SPLITS + split
+            tl.store(partial + part[:, None] * D + column[None, :], acc, mask=mask)
+            tl.store(stats + part * 2, top, mask=rows < G)
+            tl.store(stats + part * 2 + 1, total, mask=rows < G)
+            if FUSED:
+                counter = counters + sequence * (H // G) + group
+                tl.debug_barrier()  # all threads' parts are written before the one arrival is counted
+                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                if arrived == active - 1:
+                    tl.store(counter, 0)
+                    tl.debug_barrier()
+                    combine(
+                        result, partial, stats, sinks, group * G, sequence * H + group * G, active, G, GP, D, DP, SPLITS,
+                        CHUNK, SINKS,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -172,7 +234,7 @@ def decode(
     q, cache, out, partial, stats, counters, sinks, seq_lens, table, meta, Q_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_P: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One query a sequence: row s of q [S, H, D] is sequence s's. Grid: (H / G, SPLITS, S).
 
@@ -205,39 +267,16 @@ def decode(
         tl.zeros((M,), tl.float32), tl.zeros((M,), tl.int32), start * TILE, tl.minimum((start + each) * TILE, length),
         low, length, 2 * HK * BLOCK * D, 0, TILE, D, DP, D, DP, SCALE, SOFTCAP, 0, False, True, True,
     )  # fmt: skip
-    result = out + sequence.to(tl.int64) * OUT_STRIDE
-    if active == 1:
-        if SINKS:
-            sink = tl.load(sinks + head, mask=rows < G, other=0.0).to(tl.float32) * LOG2E
-            best = tl.maximum(top, sink)
-            scale = tl.exp2(top - best)
-            total = total * scale + tl.exp2(sink - best)
-            acc = acc * scale[:, None]
-        acc = acc / total[:, None]
-        tl.store(result + head[:, None] * D + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
-    else:
-        if SPLITS > 1:
-            part = (sequence * H + head).to(tl.int64) * SPLITS + split
-            tl.store(partial + part[:, None] * D + column[None, :], acc, mask=mask)
-            tl.store(stats + part * 2, top, mask=rows < G)
-            tl.store(stats + part * 2 + 1, total, mask=rows < G)
-            if FUSED:
-                counter = counters + sequence * (H // G) + group
-                tl.debug_barrier()  # all threads' parts are written before the one arrival is counted
-                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                if arrived == active - 1:
-                    tl.store(counter, 0)
-                    tl.debug_barrier()
-                    combine(
-                        result, partial, stats, sinks, group * G, sequence * H + group * G, active, G, GP, D, DP, SPLITS,
-                        SPLITS_P, SINKS,
-                    )  # fmt: skip
+    finish(
+        out, partial, stats, counters, sinks, acc, top, total, group, split, sequence, active, OUT_STRIDE, H, G, GP, M, D,
+        DP, SPLITS, CHUNK, SINKS, FUSED,
+    )  # fmt: skip
 
 
 @triton.jit
 def decode_reduce(
     out, partial, stats, sinks, seq_lens, OUT_STRIDE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What ``decode`` without FUSED left open: contexts of more than one split. Grid: (H, S)."""
@@ -249,19 +288,8 @@ def decode_reduce(
     if active > 1:
         combine(
             out + sequence.to(tl.int64) * OUT_STRIDE, partial, stats, sinks, head, sequence * H + head, active, 1, 1, D, DP,
-            SPLITS, SPLITS_P, SINKS,
+            SPLITS, CHUNK, SINKS,
         )  # fmt: skip
-
-
-@triton.jit
-def first_total(sinks, head, ok, M: tl.constexpr, SINKS: tl.constexpr):
-    """Maximum and sum before any key: those of the sink, where there is one."""
-    if SINKS:
-        return tl.load(sinks + head, mask=ok, other=0.0).to(tl.float32) * LOG2E, tl.full(
-            (M,), 1.0, tl.float32
-        )
-    else:
-        return tl.full((M,), FLOOR, tl.float32), tl.zeros((M,), tl.float32)
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def run_decode(
     shared = {
         "out": out.tensor, "partial": partial, "stats": stats, "sinks": sinks, "SINKS": sinks is not None,
         "seq_lens": paged.fields["seq_lens"], "OUT_STRIDE": heads * dim, "H": heads, "D": dim, "DP": pow2(dim),
-        "TILE": tile, "SPLITS": splits, "SPLITS_P": pow2(splits), "LEAST": least,
+        "TILE": tile, "SPLITS": splits, "CHUNK": min(pow2(splits), 4), "LEAST": least,
         "WINDOW": window,
     }  # fmt: skip
     launch("attention:decode", (kv_heads, splits, rows), shared | {
@@ -251,7 +251,7 @@ def test_kernels_cross_compile(capability: int) -> None:
     }  # fmt: skip
     limit = 227 << 10 if capability >= 90 else 99 << 10
     decode = pointers | shared | {
-        "partial": "*fp32", "stats": "*fp32", "counters": "*i32", "GP": 4, "M": 16, "TILE": 64, "SPLITS": 4, "SPLITS_P": 4,
+        "partial": "*fp32", "stats": "*fp32", "counters": "*i32", "GP": 4, "M": 16, "TILE": 64, "SPLITS": 4, "CHUNK": 4,
         "LEAST": 1,
         "FUSED": True,
     }  # fmt: skip

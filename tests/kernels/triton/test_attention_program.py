@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from compilerllm.cuda_artifact import prepare_bucket
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import parse_module
 from compilerllm.kernels.reference.interpreter import Interpreter
@@ -110,3 +111,65 @@ func @main(%q: f32[T, 64], %kv: f32[T, 2, 32]) {
     machine = Machine(module, {}, [Bucket(37, 1, 1, 37)])
     (out,) = machine.run(0, None, inputs)
     assert_close(out, Interpreter(module, {}).run(*inputs)[0])
+
+
+FUSED = """
+func @main(%step: step) {{
+  dim T in [0, 4096]
+  dim S in [1, 4096]
+  dim R in [0, 4096]
+  param %table : {dtype}[40, 128]
+  param %freq : f32[8]
+  param %norm : {dtype}[16]
+  param %sinks : {dtype}[4]
+  param %up : {dtype}[128, 64]
+  state %kv : paged_kv<{dtype}, heads=2, dim=16>
+  state %near : paged_kv<{dtype}, heads=2, dim=16, window=20>
+  %ids = step_field(%step, field="token_ids") : i32[T]
+  %positions = step_field(%step, field="positions") : i32[T]
+  %rows = step_field(%step, field="sample_rows") : i32[R]
+  %x = embedding(%ids, %table) : {dtype}[T, 128]
+  %cos, %sin = rotary_table(%positions, %freq, layout="half", dtype="{dtype}") : {dtype}[T, 16], {dtype}[T, 16]
+  %q = qkv_rope_write(%kv, %x, %step, %cos, %sin, %norm, %norm, heads=4, style="half", eps=1e-05) : {dtype}[T, 4, 16]
+  %a = paged_attention(%q, %kv, %step, scale=0.25, softcap=4.0) : {dtype}[T, 4, 16]
+  %flat = reshape(%a, shape=[T, 64]) : {dtype}[T, 64]
+  %y = linear(%flat, %up) : {dtype}[T, 128]
+  %q2 = qkv_rope_write(%near, %y, %step, %cos, %sin, heads=4, style="half") : {dtype}[T, 4, 16]
+  %b = paged_attention(%q2, %near, %step, %sinks, scale=0.25, window=20) : {dtype}[T, 4, 16]
+  %last = reshape(%b, shape=[T, 64]) : {dtype}[T, 64]
+  %out = gather_rows(%last, %rows) : {dtype}[R, 64]
+  return %out
+}}
+"""
+
+
+@pytest.mark.parametrize(("dtype", "index"), [("f32", 0), ("bf16", 0), ("bf16", 1), ("f32", 99)])
+def test_a_prompt_then_fused_decodes(dtype: str, index: int) -> None:
+    """Decode buckets take qkv_attention, over the cache that the prompt's bucket wrote."""
+    module = parse_module(FUSED.format(dtype=dtype))
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"table": (40, 128), "norm": (16,), "sinks": (4,), "up": (128, 64)}
+    params = {n: torch.randn(*s, generator=generator).to(TORCH[dtype]) for n, s in shapes.items()}
+    params["up"] /= 8
+    params["freq"] = 100.0 ** -(torch.arange(8) / 8)
+    chooser = Pick(index)
+    buckets = [Bucket(44, 3, 44, 44), Bucket(4, 4, 4, 1), Bucket(1, 1, 1, 1)]
+    machine = Machine(module, params, buckets, num_blocks=12, chooser=chooser, prepare=prepare_bucket)
+    assert {"qkv_rope_write", "prefill_attention", "decode_qkv"} <= set(chooser.seen)
+    assert "decode_attention" not in chooser.seen
+    states = allocate_states(module, 12, 4, BLOCK)
+    oracle = Interpreter(module, params)
+    steps = [[(0, 33), (0, 3), (0, 1)], [(33, 1), (3, 1), (1, 1)], [(34, 1), (4, 1), (2, 1)]]
+    for number, lengths in enumerate(steps):
+        ids = torch.randint(0, 40, (sum(n for _, n in lengths),), generator=generator).tolist()
+        step = make_step(lengths, block_size=BLOCK, groups=2, blocks_each=4, token_ids=ids)
+        (out,) = machine.run(0 if number == 0 else 1, step)
+        assert_close(out, oracle.run_step(step, states).float(), 1.0 if dtype == "f32" else 2.0)
+        for name, state in states.items():
+            held = machine.states[name].permute(0, 3, 1, 2, 4)
+            assert torch.equal(held.isnan(), state.data.isnan()), (
+                f"step {number}: other rows of %{name} were written"
+            )
+    step = make_step([(35, 1)], block_size=BLOCK, groups=2, blocks_each=4, token_ids=[7])
+    (out,) = machine.run(2, step)
+    assert_close(out, oracle.run_step(step, states).float(), 1.0 if dtype == "f32" else 2.0)
