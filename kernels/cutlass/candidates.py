@@ -17,6 +17,7 @@ _MANY_ROWS = 512  # from here on the largest tiles are likely best, below the sm
 _GROUP_BYTES = 16  # of an array's entry of a group, at most
 _GROUP_ARRAYS = 7
 _TENSOR_MAPS = 4 * 128  # bytes of each SM: of A, B, C and D
+_MOST_SMS = 144  # of a whole GH100
 
 
 def candidates(
@@ -65,9 +66,9 @@ def require_alignment(n: int, k: int, operand: str, output: str) -> None:
         )
 
 
-def grouped_workspace(groups: int, sms: int) -> int:
-    """Bytes of workspace, at most, of a grouped product on a chip of ``sms``: arrays over groups, tensor maps of each SM."""
-    return _GROUP_ARRAYS * (-(-groups * _GROUP_BYTES // 256) * 256) + sms * _TENSOR_MAPS
+def grouped_workspace(groups: int) -> int:
+    """Bytes of workspace, at most, of a grouped product: arrays over groups, tensor maps of each SM."""
+    return _GROUP_ARRAYS * (-(-groups * _GROUP_BYTES // 256) * 256) + _MOST_SMS * _TENSOR_MAPS
 
 
 def gemm_fixed(instance: Instance, n: int, k: int, workspace: int = 0) -> dict[str, str | int]:

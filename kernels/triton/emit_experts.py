@@ -1,5 +1,6 @@
-"""Routing and experts as launches. Which of two ways experts run is a choice by bucket: ``gemv`` reads ids directly and
-has no more launches than two products; ``grouped`` puts slots in blocks by expert first, so that weights are read once.
+"""Routing and experts as launches. Which of three ways experts run is a choice by bucket: ``gemv`` reads ids directly and
+has no more launches than two products; ``grouped`` puts slots in blocks by expert first, so that weights are read once;
+``cutlass`` sorts copies of rows by expert, as CUTLASS's grouped products want them.
 """
 
 from collections.abc import Sequence
@@ -10,14 +11,18 @@ import sympy
 from compilerllm.ir.dims import Dim
 from compilerllm.ir.graph import Node, Value
 from compilerllm.ir.types import StepType
+from compilerllm.kernels.cutlass.candidates import find
+from compilerllm.kernels.cutlass.instances import Instance
 from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.kernels.launch.gpu.program import META
+from compilerllm.kernels.triton.cutlass_calls import grouped_gemm, grouped_instances
 from compilerllm.kernels.triton.emitter import ITEM_BYTES, Arg, BucketEmitter, Typed, emitter
 
 Candidate = dict[str, Any]
 WIDEST_ROW = 16384  # columns that one program of topk holds in registers
 GEMV_SLOTS = 128  # above, weights read once for each slot can only be slower than blocks
 ALIGNED_AT_ONCE = 4096  # slots that every program of ``align`` reads
+ROWS_OF_AN_EXPERT = 32  # on average, from which on tiles of CUTLASS are worth timing
 CHUNK = 512  # slots of a program of ``count_chunks`` and ``place_chunks``
 _COUNTED = {"T": "tokens", "S": "sequences", "R": "rows"}
 
@@ -229,6 +234,57 @@ class Experts:
             {"H": self.hidden, "TOP": self.top, "TOP2": power_of_two(self.top), "COUNT": self.entry, "BN": width},
         )  # fmt: skip
 
+    def instances(self) -> list[Instance]:
+        """CUTLASS's for both products, where enough rows meet in an expert and nothing but the activation comes between."""
+        plain = (
+            self.gate_up_bias is None and self.down_bias is None and not self.node.attrs.get("interleaved")
+        )
+        if not plain or self.slots < ROWS_OF_AN_EXPERT * self.count:
+            return []
+        sizes = [(2 * self.width, self.hidden), (self.hidden, self.width)]
+        return grouped_instances(self.e, sizes, {self.dtype, self.weights.dtype})
+
+    def sorted(self, instance: Instance) -> None:
+        """Rows sorted by expert, two products by CUTLASS, and the sum over a token's experts."""
+        e, node, rows = self.e, self.node, self.e.extent(self.node.operand(1).shape[0], mul=self.top)
+        listed = {
+            "slots": self._memory(self.slots * 4, "i32"), "owners": self._memory(self.slots * 4, "i32"),
+            "used": self._memory(4, "i32"),
+        }  # fmt: skip
+        self._align(listed, 1)
+        x = self._memory(self.slots * self.hidden * self.item, self.dtype)
+        places = self._memory(self.slots * 4, "i32")
+        offsets = self._memory((self.count + 1) * 4, "i32")
+        columns = min(2048, power_of_two(self.hidden))
+        e.launch(
+            node, "sorted_experts:sort_rows", (rows, -(-self.hidden // columns), 1),
+            {"x": self.x.arg, **listed, "rows": x, "places": places, "offsets": offsets},
+            {"STRIDE": self.x.stride, "H": self.hidden, "TOP": self.top, "EXPERTS": self.count,
+             "E2": power_of_two(self.count + 1), "BN": columns},
+        )  # fmt: skip
+        both = self._memory(self.slots * 2 * self.width * self.item, self.dtype)
+        sizes = 2 * self.width, self.hidden
+        grouped_gemm(e, node, instance, x, self.gate_up, offsets, both, rows, self.count, *sizes)
+        h = self._memory(self.slots * self.width * self.item, self.dtype)
+        up = e.typed(both.pointer.at(self.width * self.item), self.dtype)
+        block = min(1024, power_of_two(self.width))
+        constants = self._gate_up_constants()
+        e.launch(
+            node, "after:after", (rows, -(-self.width // block), 1), {"y": both, "up": up, "out": h},
+            {"bias": None, "residual": None, "Y_STRIDE": 2 * self.width, "UP_STRIDE": 2 * self.width,
+             "R_STRIDE": self.width, "N": self.width, "BLOCK": block,
+             **{name: constants[name] for name in ("ACT", "LIMIT", "ALPHA")}},
+        )  # fmt: skip
+        y = x  # the rows are read by now
+        sizes = self.hidden, self.width
+        grouped_gemm(e, node, instance, h, self.down, offsets, y, rows, self.count, *sizes)
+        e.launch(
+            node, "sorted_experts:combine_sorted", (self.rows, -(-self.hidden // columns), 1),
+            {"y": y, "ids": self.ids, "weights": self.weights, "places": places, "out": self.out, "meta": self.meta,
+             "rows": self.rows},
+            {"H": self.hidden, "TOP": self.top, "TOP2": power_of_two(self.top), "COUNT": self.entry, "BN": columns},
+        )  # fmt: skip
+
     def _align(self, listed: dict[str, Typed], bm: int) -> None:
         shared: dict[str, Arg] = {"ids": self.ids, "meta": self.meta, "rows": self.rows}
         experts = power_of_two(self.count)
@@ -271,8 +327,9 @@ _GROUPED = (
 )  # fmt: skip
 
 
-def candidates(x: Experts, shared: int) -> list[Candidate]:
-    """Ways to run the node on a target with ``shared`` bytes of shared memory, likely best first."""
+def candidates(x: Experts, shared: int, cutlass: Sequence[str] = ()) -> list[Candidate]:
+    """Ways to run the node on a target with ``shared`` bytes of shared memory, likely best first; names of CUTLASS's
+    instances come after the two best grouped ones: nothing but a measurement puts one first."""
     found: list[Candidate] = [_gemv(x, *g) for g in _GEMV] if x.slots <= GEMV_SLOTS else []
     each = x.slots / x.count
     wanted = 16 if each <= 8 else 32 if each <= 24 else 64 if each <= 96 else 128
@@ -280,6 +337,7 @@ def candidates(x: Experts, shared: int) -> list[Candidate]:
     # f32 has no tensor cores here (IEEE products): narrow tiles, which registers hold
     grouped = [_grouped(x, *g) for g in (((16, 32, 32, 4, 3, 32, 32, 4, 3),) if x.item == 4 else blocks)]
     fitting = [c for c in grouped if _shared_bytes(x, c) <= shared]
+    fitting[2:2] = [{"path": "cutlass", "instance": name} for name in cutlass]
     # a few slots of one expert each are best read directly; with many of them shared, blocks come first
     return _distinct(found + fitting if x.slots <= 64 else fitting + found)
 
@@ -327,10 +385,15 @@ def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
 
 @emitter("experts")
 def emit_experts(e: BucketEmitter, node: Node) -> None:
-    """Matrix-vector products for few slots, blocks by expert for more."""
+    """Matrix-vector products for few slots, blocks by expert or rows sorted by expert for more."""
     x = Experts(e, node)
-    chosen = e.choose(node, "experts", x.problem(), candidates(x, e.target.shared))
-    if chosen["path"] == "gemv":
-        x.gemv(chosen)
-    else:
-        x.grouped(chosen)
+    cutlass = x.instances()
+    names = [i.name for i in cutlass]
+    chosen = e.choose(node, "experts", x.problem(), candidates(x, e.target.shared, names))
+    match chosen["path"]:
+        case "gemv":
+            x.gemv(chosen)
+        case "cutlass":
+            x.sorted(find(cutlass, chosen["instance"]))
+        case _:
+            x.grouped(chosen)

@@ -17,6 +17,7 @@ from compilerllm.ir.graph import Module
 from compilerllm.ir.step import Bucket, StepInputs
 from compilerllm.ir.text import parse_module
 from compilerllm.ir.types import StateType
+from compilerllm.kernels.cutlass.supply import NONE, Supply
 from compilerllm.kernels.launch.gpu.program import META, Addresses, Plan, StepLayout, arguments
 from compilerllm.kernels.triton.build import compile_source
 from compilerllm.kernels.triton.emit import ProgramDraft, build_program, draft_program, finish_program
@@ -29,6 +30,7 @@ from compilerllm.passes.inline_calls import inline_calls
 NATIVE = os.environ.get("COMPILERLLM_TEST_DEVICE") == "cuda"
 TARGET = find_cuda_target("sm_90")
 BLOCK = 32
+KERNELS = Path(tempfile.gettempdir()) / "compilerllm-test-kernels"  # where native runs keep what is built
 TORCH = {
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i64": torch.int64, "i32": torch.int32,
     "bool": torch.bool, "f64": torch.float64, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16,
@@ -157,11 +159,11 @@ class Machine:
     def __init__(
         self, module: Module, params: Mapping[str, torch.Tensor], buckets: Sequence[Bucket], *, num_blocks: int = 16,
         table_columns: int = 8, level: int = 2, chooser: Chooser | None = None, prepare: Any = None, slots: int = 8,
-        poison: float = float("nan"),
+        poison: float = float("nan"), cutlass: Supply = NONE,
     ) -> None:  # fmt: skip
         self.module = inline_calls(module)
         extra = {} if prepare is None else {"prepare": prepare}
-        draft = draft_program(self.module, buckets, TARGET, level, chooser, **extra)
+        draft = draft_program(self.module, buckets, TARGET, level, chooser, cutlass=cutlass, **extra)
         self._native = _Native(draft) if NATIVE else None
         self.program = self._native.program if self._native else finish_program(draft)
         self.params = {n: p.contiguous() for n, p in params.items()}
@@ -231,7 +233,8 @@ class _Native:
     def __init__(self, draft: ProgramDraft) -> None:
         from compilerllm.kernels.launch.gpu.driver import Driver
 
-        built = build_program(draft, Path(tempfile.gettempdir()) / "compilerllm-test-kernels")
+        built = build_program(draft, KERNELS)
+        self._folder = built.library.parent if built.library else Path()
         self.program = built.program
         torch.cuda.init()
         torch.zeros(1, device="cuda")  # makes torch's context the thread's
@@ -265,7 +268,7 @@ class _Native:
             self._driver.launch_function(),
             stream,
             tensor,
-            Path(),
+            self._folder,
         )
         packed.run()
 
@@ -335,6 +338,6 @@ def run_module(
 
 
 __all__ = [
-    "NATIVE", "TARGET", "TORCH", "TRITON_TYPES", "Guarded", "Machine", "assert_close", "assert_same", "cross_compile", "device", "launch",
+    "KERNELS", "NATIVE", "TARGET", "TORCH", "TRITON_TYPES", "Guarded", "Machine", "assert_close", "assert_same", "cross_compile", "device", "launch",
     "run_module",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from compilerllm.artifact import cutlass_line
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import parse_module
 from compilerllm.kernels.cutlass import build
+from compilerllm.kernels.cutlass.build import find_supply
 from compilerllm.kernels.cutlass.candidates import candidates
 from compilerllm.kernels.cutlass.supply import NONE, Supply
 from compilerllm.kernels.errors import ArtifactError, BuildFailed, UnsupportedByTarget
@@ -22,11 +23,17 @@ from compilerllm.kernels.launch.gpu.libraries import MAKERS, LibraryCall
 from compilerllm.kernels.launch.gpu.program import Addresses, Program, arguments
 from compilerllm.kernels.reference.interpreter import Interpreter
 from compilerllm.kernels.triton import interpret, tune
-from compilerllm.kernels.triton.emit import ProgramDraft, build_program, draft_program, finish_program
+from compilerllm.kernels.triton.emit import (
+    ProgramDraft,
+    build_program,
+    cutlass_cache,
+    draft_program,
+    finish_program,
+)
 from compilerllm.kernels.triton.target import find_cuda_target
 from compilerllm.kernels.triton.tasks import find_tasks
 from tests.kernels.reference.steps import random_inputs, random_params
-from tests.kernels.triton.harness import assert_close
+from tests.kernels.triton.harness import KERNELS, NATIVE, assert_close, run_module
 
 ALL = Supply(builds=True)
 ROWS, N, K = 64, 48, 32
@@ -133,6 +140,24 @@ def test_calls_and_what_follows_them_give_the_linear(op: str, monkeypatch: pytes
         interpret.run_kernel(kernel, grid, values)
     plain = op in ("linear", "bias")
     assert templates == ["library:cutlass_gemm"] + ["after:after"] * (not plain)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("op", ["linear", "gated"])
+def test_on_the_gpu(op: str, place: int) -> None:
+    supply, rows = find_supply(cutlass_cache(KERNELS)), 200
+    instance = candidates(rows, 192, 136)[place]
+    if not NATIVE or not supply.has(instance):
+        pytest.skip(supply.reason or "needs an H100 or H200")
+    text = module_text(OPS[op], n=192, k=136).replace("48]", "192]").replace("24]", "96]")
+    text = text.replace("[1, 64]", "[1, 1024]")
+    torch.manual_seed(0)
+    module = parse_module(text)
+    params, inputs = random_params(module), random_inputs(module, {"T": rows})
+    (want,) = Interpreter(module, params).run(*inputs)
+    only = Supply(kept=frozenset((instance.name,)))
+    (got,) = run_module(text, params, inputs, chooser=Take(), level=3, cutlass=only)
     assert_close(got, want)
 
 
