@@ -60,8 +60,8 @@ class ModelConfig:
     served_model_name: str | None = _option(None, "Name that the API shows; by default the model as given.")
     optimization_level: int = _option(
         2,
-        "0: reference operations; 1: every fusion, generated code; 2: and CUDA graphs, shipped tuning data; 3: and kernels "
-        "chosen by measuring, weights prefetched over kernel boundaries, Inductor for operators without a kernel.",
+        "0: reference operations; 1: every fusion, generated code; 2: on a GPU also graphs, and weights loaded over kernel "
+        "boundaries; 3: on a GPU also CUTLASS kernels, on a CPU Inductor for operators without a kernel.",
     )
 
     device: Literal["auto", "cpu", "cuda"] = _option(
@@ -111,12 +111,14 @@ class CacheConfig:
     """How much memory sequence states get, and whether prompts share them."""
 
     kv_cache_bytes: int | None = _option(
-        None, "Bytes for KV blocks; by default the share --memory-utilization of free memory, at most 4 GiB."
+        None,
+        "Bytes for KV blocks; by default what --memory-utilization leaves, on a CPU at most 4 GiB.",
     )
     num_blocks: int | None = _option(None, "Number of KV blocks; overrides --kv-cache-bytes.")
     memory_utilization: float = _option(
         0.9,
-        "Share of the memory free after loading the weights that KV blocks may take, above 0 and at most 1.",
+        "On a CPU, share of the memory free after loading the weights that KV blocks may take; on a GPU, share of all its "
+        "memory that the process may take. Above 0 and at most 1.",
     )
     enable_prefix_caching: bool = _option(
         True, "Share the KV blocks of equal prompt beginnings between requests."
