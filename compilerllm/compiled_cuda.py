@@ -256,15 +256,18 @@ class CudaModel:
         self._logits = backend.tensor(
             self._logits_memory.data_ptr(), self._logits_dtype, (rows, self.vocab_size)
         )
-        self.sampler: StepSampler = self._make_sampler(backend, self._logits, max_num_seqs)
+        self.sampler: StepSampler = self._make_sampler(
+            backend, self._logits, max_num_seqs, self._stage.address
+        )
         if self._uses_graphs:
             self._capture(on_capture)
         return self.sampler.tables
 
-    def _own_sampler(self, backend: Backend, logits: torch.Tensor, slots: int) -> StepSampler:
+    def _own_sampler(self, backend: Backend, logits: torch.Tensor, slots: int, step: int) -> StepSampler:
         if self.sampling is None:
             raise ArtifactError(f"{self.folder} has no sampling program. Build the artifact again.")
-        return GpuSampler(backend, self.sampling, backend.load(self.sampling, self.folder), logits, slots)
+        loaded = backend.load(self.sampling, self.folder)
+        return GpuSampler(backend, self.sampling, loaded, logits, slots, step)
 
     def _capture(self, on_capture: OnCapture | None) -> None:
         """Run every captured bucket once on an empty step, launch by launch, then capture them all."""
@@ -337,7 +340,7 @@ class CudaModel:
             replay = self.graphs.find(bucket, "")
         exact = len(step.token_ids), len(step.seq_lens), len(step.sample_rows)
         sizes = exact if replay is None else _size(self.buckets[bucket])[:3]
-        self._stage.send(bucket, step, None if rows is None else rows.slots, sizes)
+        self._stage.send(bucket, step, None if rows is None else rows.slots, sizes, self.sampler.next_result)
         self._last = bucket, exact[2]
         if replay is not None:
             replay()

@@ -33,12 +33,12 @@ def draft_sampling(
     vocab: int, row_buckets: Sequence[int], target: CudaTarget, level: int = 2
 ) -> tuple[ProgramDraft, tuple[str, ...]]:
     """Everything emitted, nothing compiled; and the plans' variants in order."""
-    made, variants = [], []
+    made, variants, most = [], [], max(row_buckets)
     for rows in row_buckets:
         for variant in (GREEDY, SAMPLED):
-            made.append(_Emitter(vocab, rows, target, level, variant).emit())
+            made.append(_Emitter(vocab, rows, most, target, level, variant).emit())
             variants.append(variant)
-    made.append(_Emitter(vocab, min(FULL_ROWS, max(row_buckets)), target, level, FULL).emit())
+    made.append(_Emitter(vocab, min(FULL_ROWS, most), most, target, level, FULL).emit())
     return ProgramDraft(target, tuple(made)), (*variants, FULL)
 
 
@@ -64,8 +64,11 @@ def sampling_program(
 class _Emitter:
     """One variant at one number of rows."""
 
-    def __init__(self, vocab: int, rows: int, target: CudaTarget, level: int, variant: str) -> None:
-        self.vocab, self.rows, self.target, self.variant = vocab, rows, target, variant
+    def __init__(
+        self, vocab: int, rows: int, most: int, target: CudaTarget, level: int, variant: str
+    ) -> None:
+        """``rows`` of this variant; ``most`` of any step, which is how wide the host's results are."""
+        self.vocab, self.rows, self.most, self.target, self.variant = vocab, rows, most, target, variant
         self.pdl = target.pdl and level >= 2
         self.out = Emitted(Bucket(rows, rows, rows, 1))
         wanted = -(-8 * target.sms // rows)
@@ -76,7 +79,10 @@ class _Emitter:
         self.meta: Typed = (Pointer("table", "row_meta"), "i32")
         self.params: Typed = (Pointer("table", "rows"), "i32")
         self.sampled: Typed = (Pointer("table", "sampled"), "i32")
-        self.last: Typed = (Pointer("table", "last_token"), "i32")
+        self.written: dict[str, Typed] = {
+            "sampled": self.sampled, "results": (Pointer("table", "results"), "i32"),
+            "ring": (Pointer("table", "ring"), "i32"), "last_token": (Pointer("table", "last_token"), "i32"),
+        }  # fmt: skip
         self.raw: Typed = (Pointer("logits"), "fp32")
 
     def emit(self) -> Emitted:
@@ -92,9 +98,8 @@ class _Emitter:
     def _greedy(self) -> None:
         self._launch(
             "sampling:greedy", (self._r, self.splits),
-            {"logits": self.raw, "slots": (Pointer("table", "row_slots"), "i32"), "sampled": self.sampled,
-             "last_token": self.last, "partial": self._memory("partial", "i64", self.splits), "counters": self._counters()},
-            {"SPAN": self.span, "SPLITS": self.splits, "BLOCK": BLOCK},
+            {"logits": self.raw, "slots": (Pointer("table", "row_slots"), "i32"), **self.written, "partial": self._memory("partial", "i64", self.splits), "counters": self._counters()},
+            {"SPAN": self.span, "SPLITS": self.splits, "ROWS": self.most, "BLOCK": BLOCK},
         )  # fmt: skip
 
     def _choose(self, logits: Typed) -> None:
@@ -124,8 +129,8 @@ class _Emitter:
         self._launch(
             "sampling:draw", (self._r,),
             {"logits": logits, **common, "codes": codes, "bounds": bounds, "masses": masses, **listed,
-             "sampled": self.sampled, "last_token": self.last},
-            {**span, "LIST": LIST}, num_warps=8,
+             **self.written},
+            {**span, "LIST": LIST, "ROWS": self.most}, num_warps=8,
         )  # fmt: skip
 
     def _full(self) -> None:
@@ -188,7 +193,7 @@ class _Emitter:
         if "V" in argument_names(template):
             constants["V"] = self.vocab
         # A launch of the full variant may begin at any row.
-        free = {"sampled", "logprob", "rank"} if self.variant == FULL else set()
+        free = {"sampled", "results", "logprob", "rank"} if self.variant == FULL else set()
         if self.variant == FULL and self.vocab % 4 and args.get("logits") == self.raw:
             free.add("logits")
         source = KernelSource.of(

@@ -21,6 +21,7 @@ META = (
     "rows",
     "table_stride",
 )  # int32 at the head of the step's inputs: counts that are real
+RESULT_WORD = 4  # after META: where in the host's ring of results this step's tokens go
 META_BYTES = 64
 
 

@@ -24,6 +24,11 @@ class StepSampler(Protocol):
     @property
     def variants(self) -> tuple[str, ...]: ...
 
+    @property
+    def next_result(self) -> int:
+        """Where in its ring of results the next ``collect`` will look: what the step's inputs must say."""
+        ...
+
     def prepare(self, rows: SampleRows) -> str:
         """Send what the rows need that is not on the device; the variant to run, "" for one that joins no graph."""
         ...
@@ -41,5 +46,5 @@ class StepSampler(Protocol):
         ...
 
 
-# From the backend, where a step leaves its logits [R, V], and the most sequences.
-SamplerMaker = Callable[[Backend, torch.Tensor, int], StepSampler]
+# From the backend, where a step leaves its logits [R, V], the most sequences, and the address of the step's inputs.
+SamplerMaker = Callable[[Backend, torch.Tensor, int, int], StepSampler]

@@ -30,7 +30,7 @@ import torch
 from compilerllm.ir.step import Int32, Sampled, SampleRows
 from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.launch.gpu.backend import Backend, BoundPlan, LoadedProgram, Mark
-from compilerllm.kernels.launch.gpu.program import Addresses, Plan, Program
+from compilerllm.kernels.launch.gpu.program import RESULT_WORD, Addresses, Plan, Program
 from compilerllm.kernels.launch.gpu.steps import RING, last_rows
 from compilerllm.kernels.launch.sampling import empty_tables
 
@@ -101,9 +101,16 @@ class GpuSampler:
     variants = (GREEDY, SAMPLED)
 
     def __init__(
-        self, backend: Backend, program: Program, loaded: LoadedProgram, logits: torch.Tensor, slots: int
+        self,
+        backend: Backend,
+        program: Program,
+        loaded: LoadedProgram,
+        logits: torch.Tensor,
+        slots: int,
+        step: int,
     ) -> None:
-        """``logits`` f32 [R, V] on the device, R the most rows of a step; ``slots`` sequences at most."""
+        """``logits`` f32 [R, V] on the device, R the most rows of a step; ``slots`` sequences at most; ``step``: address of
+        the step's inputs, whose head says where tokens go in the ring of results."""
         self._backend, self._loaded, self._logits, self._slots = backend, loaded, logits, slots
         self.tables = empty_tables(slots)
         rows, self.vocab_size = logits.shape
@@ -129,6 +136,12 @@ class GpuSampler:
         self._draws: npt.NDArray[np.int64] = np.zeros(slots + 1, np.int64)
         self._fill(np.arange(slots))
         self._upload = _Upload(backend, self._inputs.numel())
+        self._ring_word = step + 4 * RESULT_WORD
+        # Tokens are written by the kernels themselves, so that no copy stands between two steps.
+        self._ring_bytes = 4 * max(
+            p.bucket.rows for p in program.plans
+        )  # of one step, as the kernels lay it out
+        self._ring = backend.staging(RING * self._ring_bytes)
         self._staging = [backend.staging(sum(self._sizes.values()) * rows) for _ in range(RING)]
         self._marks = [backend.mark() for _ in range(RING)]
         self._next = 0
@@ -142,6 +155,11 @@ class GpuSampler:
     def addresses(self) -> Mapping[str, int]:
         """Device tables by name that the forward's programs read."""
         return {"last_token": self._last_token.data_ptr()}
+
+    @property
+    def next_result(self) -> int:
+        """Place in the ring of results of the step that is enqueued next."""
+        return self._next
 
     # -- before a step ----------------------------------------------------------------------------------------------
 
@@ -290,7 +308,7 @@ class GpuSampler:
         tables = {n: self._results[n].data_ptr() + size * start for n, size in self._sizes.items()}
         seen, output = (inputs, inputs) if self._counts is None else (m.data_ptr() for m in self._counts)
         tables |= {
-            "row_meta": inputs, "rows": inputs + 4 * (META_WORDS + ROW.words * start), "row_slots": row_slots,
+            "results": self._ring.data_ptr() + 4 * start, "ring": self._ring_word, "row_meta": inputs, "rows": inputs + 4 * (META_WORDS + ROW.words * start), "row_slots": row_slots,
             "last_token": self._last_token.data_ptr(), "bias_token": self._biases[0].data_ptr(),
             "bias_value": self._biases[1].data_ptr(), "prompt_seen": seen, "output_counts": output,
         }  # fmt: skip
@@ -307,7 +325,7 @@ class GpuSampler:
         self._next = (index + 1) % RING
         staging, mark = self._staging[index], self._marks[index]
         at, places = 0, dict[str, int]()
-        for name in self._sizes if top else ("sampled",):
+        for name in self._sizes if top else ():
             places[name] = at
             if count:
                 self._backend.download(
@@ -316,9 +334,10 @@ class GpuSampler:
             at += self._sizes[name] * count
         mark.record()
         slots, penalties = rows.slots, rows.penalties
+        ring = self._ring[index * self._ring_bytes : (index + 1) * self._ring_bytes]
 
         def result() -> Sampled:
-            sampled = _read(staging, mark, places, count, top)
+            sampled = _read(staging, mark, places, count, top) if top else _tokens(ring, mark, count)
             real = slots >= 0
             self.tables.last_token[slots[real]] = sampled.token_ids[real]
             if penalties and self.tables.output_counts is not None:
@@ -358,6 +377,14 @@ def _chunks(rows: SampleRows, most: int) -> list[tuple[int, int]]:
     return [*result, (start, len(rows.slots))]
 
 
+def _tokens(ring: torch.Tensor, mark: Mark, count: int) -> Sampled:
+    """Tokens alone, out of their place in the ring, once they are there."""
+    mark.wait()
+    tokens = ring.numpy()[: 4 * count].view(np.int32).copy()
+    none = np.empty((0, 0), np.int32)
+    return Sampled(tokens, np.empty(0, np.float32), np.empty(0, np.int32), none, none.astype(np.float32))
+
+
 def _read(staging: torch.Tensor, mark: Mark, places: Mapping[str, int], count: int, top: int) -> Sampled:
     """Results out of a staging buffer, once they are there."""
     mark.wait()
@@ -368,9 +395,6 @@ def _read(staging: torch.Tensor, mark: Mark, places: Mapping[str, int], count: i
         return words[start : start + 4 * count * width].view(dtype).reshape(count, width)
 
     tokens = column("sampled", np.int32, 1)[:, 0].copy()
-    if not top:
-        none = np.empty((0, 0), np.int32)
-        return Sampled(tokens, np.empty(0, np.float32), np.empty(0, np.int32), none, none.astype(np.float32))
     return Sampled(
         tokens, column("logprob", np.float32, 1)[:, 0].copy(), column("rank", np.int32, 1)[:, 0].copy(),
         column("top_ids", np.int32, TOP)[:, :top].copy(), column("top_logprobs", np.float32, TOP)[:, :top].copy(),

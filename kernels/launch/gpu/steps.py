@@ -10,7 +10,7 @@ import numpy as np
 from compilerllm.ir.step import Bucket, Int32, StepInputs
 from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.launch.gpu.backend import Backend
-from compilerllm.kernels.launch.gpu.program import META_BYTES, StepLayout
+from compilerllm.kernels.launch.gpu.program import META_BYTES, RESULT_WORD, StepLayout
 
 RING = 4  # staging buffers: two steps under way, one being filled, one spare
 
@@ -41,10 +41,16 @@ class StepStage:
         self._bucket = -1
 
     def send(
-        self, bucket: int, step: StepInputs, row_slots: Int32 | None, sizes: tuple[int, int, int]
+        self,
+        bucket: int,
+        step: StepInputs,
+        row_slots: Int32 | None,
+        sizes: tuple[int, int, int],
+        result: int = 0,
     ) -> None:
         """Fill and copy one step. ``sizes`` are the T, S and R that the program will run at; rows beyond the step's own are
-        padded: ids and positions 0, slots -1, lengths 0, query_start its last value.
+        padded: ids and positions 0, slots -1, lengths 0, query_start its last value. ``result``: where in the sampler's
+        ring of results the step's tokens go.
 
         Raises ``StepRefused`` for block tables that are too wide. Reads everything before it returns.
         """
@@ -59,6 +65,7 @@ class StepStage:
         t, s, r = len(step.token_ids), sequences, len(step.sample_rows)
         tokens, seqs, rows = sizes
         words[0:4] = t, s, r, stride
+        words[RESULT_WORD] = result
         _put(words, at["token_ids"], step.token_ids, tokens, 0)
         _put(words, at["positions"], step.positions, tokens, 0)
         _put(words, at["query_start"], step.query_start, seqs + 1, t)

@@ -75,8 +75,9 @@ def widest(line, start, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def greedy(
-    logits, slots, sampled, last_token, partial, counters,
-    V: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits, slots, sampled, results, ring, last_token, partial, counters,
+    V: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, SPLITS): the most likely token of each row. Whoever ends last in a row compares the row's parts."""
     if PDL:
@@ -92,13 +93,14 @@ def greedy(
         parts = tl.load(partial + row * SPLITS + tl.arange(0, SPLITS), cache_modifier=".cg")
         token = column_of(tl.max(parts, 0))
         tl.store(counters + row, 0)
-        finish(sampled, last_token, tl.load(slots + row), row, token)
+        finish(sampled, results, ring, last_token, tl.load(slots + row), row, token, ROWS)
 
 
 @triton.jit
-def finish(sampled, last_token, slot, row, token):
-    """Write a row's token."""
+def finish(sampled, results, ring, last_token, slot, row, token, ROWS: tl.constexpr):
+    """Write a row's token: for what follows on the device, and into the host's results [steps, ROWS] at place ring[0]."""
     tl.store(sampled + row, token)
+    tl.store(results + tl.load(ring) * ROWS + row, token)
     if slot >= 0:
         tl.store(last_token + slot, token)
 
@@ -350,9 +352,9 @@ def uniform(seed_low, seed_high, draw_low, draw_high):
 
 @triton.jit
 def draw(
-    logits, params, meta, codes, bounds, masses, list_x, list_id, used, sampled, last_token,
-    V: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, params, meta, codes, bounds, masses, list_x, list_id, used, sampled, results, ring, last_token,
+    V: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, LIST: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (R): the exact cuts, then the token."""
     if PDL:
@@ -418,4 +420,4 @@ def draw(
                 token = pick_ordered(
                     line, start, tl.minimum(start + SPAN, V), temperature, peak, low, goal - before, BLOCK
                 )
-        finish(sampled, last_token, word(params, row, 0), row, token)
+        finish(sampled, results, ring, last_token, word(params, row, 0), row, token, ROWS)

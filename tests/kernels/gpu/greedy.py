@@ -23,7 +23,9 @@ class GreedySampler:
 
     variants = (GREEDY,)
 
-    def __init__(self, backend: Backend, logits: torch.Tensor, slots: int) -> None:
+    next_result = 0
+
+    def __init__(self, backend: Backend, logits: torch.Tensor, slots: int, step: int = 0) -> None:
         """``logits`` [R, V] is where a step leaves them; ``slots`` sequences at most."""
         self._backend, self._logits, self._slots = backend, logits, slots
         self.tables = empty_tables(slots)

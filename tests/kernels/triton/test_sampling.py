@@ -12,6 +12,7 @@ import torch
 
 from compilerllm.ir.step import Sampled, SampleRows, SamplingTables
 from compilerllm.kernels.launch.gpu.backend import Backend
+from compilerllm.kernels.launch.gpu.program import META_BYTES, RESULT_WORD
 from compilerllm.kernels.launch.gpu.sampling import FULL, GREEDY, SAMPLED, TOP, GpuSampler, variant_of
 from compilerllm.kernels.launch.gpu.steps import last_rows
 from compilerllm.kernels.launch.sampling import empty_tables
@@ -59,8 +60,14 @@ class Rig:
         memory = self.backend.allocate(4 * MOST_ROWS * vocab, "logits")
         self.logits = memory[: 4 * MOST_ROWS * vocab].view(torch.float32).view(MOST_ROWS, vocab)
         self.slot_memory = self.backend.allocate(4 * MOST_ROWS, "slots")
+        self.step = self.backend.allocate(META_BYTES, "step inputs")
         self.sampler = GpuSampler(
-            self.backend, program, self.backend.load(program, folder), self.logits, slots
+            self.backend,
+            program,
+            self.backend.load(program, folder),
+            self.logits,
+            slots,
+            self.step.data_ptr(),
         )
         self.oracle = empty_tables(slots)
 
@@ -91,6 +98,7 @@ class Rig:
         slots[:count] = torch.from_numpy(last_rows(rows.slots))
         self.slot_memory[: 4 * MOST_ROWS].view(torch.int32).copy_(slots)
         where = self.slot_memory.data_ptr()
+        self.step[:META_BYTES].view(torch.int32)[RESULT_WORD] = self.sampler.next_result
         variant = self.sampler.prepare(rows)
         assert variant == ("" if variant_of(rows) == FULL else variant_of(rows))
         if joined:
