@@ -1,9 +1,9 @@
 """Where a step's time goes, kernel by kernel, beside what the device could do. For models compiled for CUDA.
 
   compilerllm bench kernels MODEL --device cuda --batch-size 8 --context 256
-  compilerllm bench kernels MODEL --device cuda --query-len 8000 --context 8000     a prompt's step
+  compilerllm bench kernels MODEL --device cuda --query-len 8000 --context 8000 --max-num-batched-tokens 8192
 
-Each kernel is timed alone. Launches is how often a step runs it, us of one launch; GB/s and TFLOP/s are of the bytes
+Each kernel is timed alone, in a step at its own size; bytes and operations are those of the step's bucket. Launches is how often a step runs it, us of one launch; GB/s and TFLOP/s are of the bytes
 and operations that cannot be avoided. "Of peak" is the larger share of the two measured peaks. The step's own time is
 below the sum where kernels overlap.
 """

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "msgspec", "pyzmq", "fastapi",
-             "uvicorn", "uvloop", "jinja2", "sympy", "triton")  # fmt: skip
+             "uvicorn", "uvloop", "jinja2", "sympy", "triton", "cuda-bindings", "nvidia-cutlass")  # fmt: skip
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 
 

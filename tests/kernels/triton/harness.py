@@ -18,6 +18,7 @@ from compilerllm.ir.step import Bucket, StepInputs
 from compilerllm.ir.text import parse_module
 from compilerllm.ir.types import StateType
 from compilerllm.kernels.cutlass.supply import NONE, Supply
+from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.gpu.program import META, Addresses, Plan, StepLayout, arguments
 from compilerllm.kernels.triton.build import compile_source
 from compilerllm.kernels.triton.emit import ProgramDraft, build_program, draft_program, finish_program
@@ -31,11 +32,7 @@ NATIVE = os.environ.get("COMPILERLLM_TEST_DEVICE") == "cuda"
 TARGET = find_cuda_target("sm_90")
 BLOCK = 32
 KERNELS = Path(tempfile.gettempdir()) / "compilerllm-test-kernels"  # where native runs keep what is built
-TORCH = {
-    "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i64": torch.int64, "i32": torch.int32,
-    "bool": torch.bool, "f64": torch.float64, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16,
-}  # fmt: skip
-_NAMES = {v: k for k, v in TORCH.items()}
+TORCH = TORCH_DTYPES
 # Largest difference over the largest reference magnitude, by dtype of the result: accumulation is f32 everywhere.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
@@ -236,7 +233,7 @@ class _Native:
         built = build_program(draft, KERNELS)
         self._folder = built.library.parent if built.library else Path()
         self.program = built.program
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.zeros(1, device="cuda")  # makes torch's context the thread's
         self._driver = Driver()
         files = {c.key: c for c in built.cubins.values()}
