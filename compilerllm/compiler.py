@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from compilerllm import __version__
 from compilerllm.artifact import FORMAT, artifact_path, building, read_manifest, write_manifest
@@ -33,11 +33,15 @@ from compilerllm.kernels.triton.target import CudaTarget, find_cuda_target
 from compilerllm.kernels.tuning import tuning_digest
 from compilerllm.targets import is_cuda, target_name
 
+if TYPE_CHECKING:
+    from compilerllm.ir.graph import Module
+
 # What a build goes through, with the share of its time each usually takes, for the progress bar.
 STAGES = {
     "resolve": 0.3,
     "capture": 0.25,
     "passes": 0.05,
+    "measure": 0.0,
     "generate": 0.05,
     "compile": 0.2,
     "opaque": 0.0,
@@ -178,6 +182,7 @@ def ensure_artifact(request: CompileRequest, place: Path, on_stage: OnStage | No
     order = json.dumps(dataclasses.asdict(request))
     # -P: what lies in the working directory is no module
     run_child([sys.executable, "-P", "-m", "compilerllm.compiler", order, str(place), key], on_stage)
+    path = artifact_path(artifact_key(request, place))  # what was measured meanwhile is part of the key
     if read_manifest(path) is None:
         raise CompileFailed(f"the compiler ended well but left no artifact in {path}")
     return Found(path, False, time.perf_counter() - start)
@@ -258,6 +263,8 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
     captured = capture_checkpoint(checkpoint, keep_packed=request.weights != "dense" and not on_gpu)
     stage("passes")
     module, reports = run_pipeline(captured.module, Options(level=request.level, target=target.name))
+    if isinstance(target, CudaTarget) and _measures(module, target, request, stage):
+        key = artifact_key(request, place)  # of what is known now
     with building(key) as folder:
         if request.level == 0:
             stage("save")
@@ -297,6 +304,22 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
         manifest["seconds"] = {k: round(v, 3) for k, v in seconds.items()}
         write_manifest(folder, manifest)
     return artifact_path(key)
+
+
+def _measures(module: "Module", target: CudaTarget, request: CompileRequest, stage: OnStage) -> bool:
+    """At O3, on the target's own machine: time candidates that no tuning data has. Whether there were any."""
+    from compilerllm.cuda_artifact import cuda_buckets
+    from compilerllm.kernels.cutlass.build import find_supply
+    from compilerllm.kernels.triton.emit import cutlass_cache
+    from compilerllm.measuring import LEVEL, measure_missing
+
+    if request.level < LEVEL:
+        return False
+    stage("measure")
+    buckets = cuda_buckets(request.max_num_seqs, request.max_num_batched_tokens)
+    return measure_missing(
+        module, target, buckets, find_supply(cutlass_cache(cache_dir() / "kernels")), stage
+    )
 
 
 def main(arguments: list[str]) -> int:

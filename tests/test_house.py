@@ -48,6 +48,7 @@ COMPILER = (
     "compilerllm.compiler",
     "compilerllm.cpu_artifact",
     "compilerllm.cuda_artifact",
+    "compilerllm.measuring",
     "compilerllm.planning",
     "compilerllm.ir",
     "compilerllm.kernels",
@@ -97,6 +98,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.compiler": COMPILER,
     "compilerllm.cpu_artifact": COMPILER,
     "compilerllm.cuda_artifact": COMPILER,
+    "compilerllm.measuring": COMPILER,
     # What stands over everything: LLM, the command line, the demo, the torch.compile backend.
     "compilerllm": ("compilerllm",),
 }

@@ -7,15 +7,13 @@ compilerllm tune meta-llama/Llama-3.1-8B --tokens 1,8,64
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compilerllm.errors import CompilerLLMError
 
 if TYPE_CHECKING:
-    from compilerllm.ir.graph import Module
-    from compilerllm.kernels.tuning import TuningData
+    from rich.console import Console
 
 DECODE = "1,2,4,8,16,32,64,128,256,512"
 MIXED = "512,2048,8192"
@@ -39,21 +37,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
     from compilerllm.checkpoint import locate
+    from compilerllm.environment import cache_dir
+    from compilerllm.ir.step import Bucket
+    from compilerllm.kernels.cutlass.build import find_supply
+    from compilerllm.kernels.cutlass.instances import TARGET
+    from compilerllm.kernels.triton.emit import cutlass_cache
     from compilerllm.kernels.triton.target import find_cuda_target
+    from compilerllm.measuring import find_problems, merge_into, time_problems, tuning_file
     from compilerllm.models.model import capture_checkpoint
     from compilerllm.models.resolve import resolve
     from compilerllm.passes.pipeline import Options, run_pipeline
     from compilerllm.targets import target_name
 
     target = find_cuda_target(target_name("cuda"))
+    sequences, tokens = _numbers("--sequences", args.sequences), _numbers("--tokens", args.tokens)
     checkpoint = resolve(str(locate(args.model)), dtype=args.dtype, load_format="dummy")
     module, _ = run_pipeline(capture_checkpoint(checkpoint).module, Options(level=3, target=target.name))
     path = args.output or tuning_file(target.chip)
-    data = measure(
-        module, target, _numbers("--sequences", args.sequences), _numbers("--tokens", args.tokens),
-        set(filter(None, args.families.split(","))), args.candidates, args.milliseconds / 1e3,
-    )  # fmt: skip
+    buckets = [Bucket(s, s, s, 1) for s in sequences] + [Bucket(t, min(t, 16), min(t, 16), t) for t in tokens]
+    cutlass = find_supply(cutlass_cache(cache_dir() / "kernels"))
+    families = set(filter(None, args.families.split(",")))
+    tasks = [
+        t for t in find_problems(module, target, buckets, cutlass) if not families or t.family in families
+    ]
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        if cutlass.reason and target.name == TARGET:
+            kept = (
+                f"those of the cache's library are timed ({len(cutlass.kept)})"
+                if cutlass.kept
+                else "left out"
+            )
+            _show(bar.console, f"CUTLASS candidates: {kept}: {cutlass.reason}")
+        line = bar.add_task("", total=None)
+
+        def on_measure(done: int, total: int, what: str) -> None:
+            if what.startswith("left out"):
+                _show(bar.console, what)
+            bar.update(line, completed=done, total=total, description=what[:60])
+
+        data = time_problems(tasks, target, cutlass, args.candidates, args.milliseconds / 1e3, on_measure)
     merge_into(path, data)
     for family, problems in sorted(data.entries.items()):
         for key, timed in sorted(problems.items()):
@@ -63,69 +89,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def tuning_file(chip: str) -> Path:
-    """This user's tuning data of a chip."""
-    from compilerllm.environment import cache_dir
-
-    return cache_dir() / "tuning" / f"{chip.lower()}.json"
-
-
-def merge_into(path: Path, data: "TuningData") -> None:
-    """Add to the file what was measured."""
-    from compilerllm.kernels.tuning import TuningData
-
-    merged = TuningData.read(path) if path.exists() else TuningData(data.chip)
-    merged.merge(data)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    merged.write(path)
-
-
-def measure(
-    module: "Module",
-    target: Any,
-    sequences: list[int],
-    tokens: list[int],
-    families: set[str],
-    most: int,
-    seconds: float,
-) -> "TuningData":
-    """Time the first ``most`` candidates of each of the model's problems, with a progress bar."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from compilerllm.cuda_artifact import flat_module, prepare_bucket
-    from compilerllm.environment import cache_dir
-    from compilerllm.ir.step import Bucket
-    from compilerllm.kernels.cutlass.build import find_supply
-    from compilerllm.kernels.cutlass.instances import TARGET
-    from compilerllm.kernels.triton.emit import cutlass_cache
-    from compilerllm.kernels.triton.tasks import find_tasks
-    from compilerllm.kernels.triton.tune import tune
-
-    buckets = [Bucket(s, s, s, 1) for s in sequences] + [Bucket(t, min(t, 16), min(t, 16), t) for t in tokens]
-    cutlass = find_supply(cutlass_cache(cache_dir() / "kernels"))
-    tasks = find_tasks(flat_module(module), buckets, target, 3, prepare_bucket, cutlass)
-    tasks = [
-        replace(t, candidates=t.candidates[:most]) for t in tasks if not families or t.family in families
-    ]
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        if cutlass.reason and target.name == TARGET:
-            kept = (
-                f"those of the cache's library are timed ({len(cutlass.kept)})"
-                if cutlass.kept
-                else "left out"
-            )
-            bar.console.print(
-                f"CUTLASS candidates: {kept}: {cutlass.reason}", highlight=False, soft_wrap=True
-            )
-        line = bar.add_task("", total=None)
-
-        def show(done: int, total: int, what: str) -> None:
-            if what.startswith("left out"):
-                bar.console.print(what, highlight=False, soft_wrap=True)
-            bar.update(line, completed=done, total=total, description=what[:60])
-
-        return tune(tasks, target, 3, cache_dir() / "kernels", target.chip, show, seconds, cutlass)
+def _show(console: "Console", line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def _numbers(flag: str, text: str) -> list[int]:

@@ -116,6 +116,14 @@ def _read(folder: Path, key: str) -> Cubin | None:
     return Cubin(key, meta["name"], meta["num_warps"], meta["shared"], file, tuple(meta["early"]))
 
 
+def _start_method() -> str:
+    """Forking is quick, but not for a process that has opened a GPU: then workers import everything again."""
+    import torch
+
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return "spawn" if started else "fork"
+
+
 def build_kernels(
     sources: Iterable[KernelSource],
     target: CudaTarget,
@@ -141,8 +149,7 @@ def build_kernels(
             done += 1
             on_progress(done, total)
     elif orders:
-        # spawn would import everything again in each worker; forking is safe here: this process runs no CUDA and no threads of its own
-        with ProcessPoolExecutor(min(workers, len(orders)), mp_context=get_context("fork")) as pool:
+        with ProcessPoolExecutor(min(workers, len(orders)), mp_context=get_context(_start_method())) as pool:
             for future in as_completed([pool.submit(_job, order) for order in orders]):
                 future.result()
                 done += 1
