@@ -3,9 +3,9 @@
   compilerllm bench kernels MODEL --device cuda --batch-size 8 --context 256
   compilerllm bench kernels MODEL --device cuda --query-len 8000 --context 8000 --max-num-batched-tokens 8192
 
-Each kernel is timed alone, in a step at its own size; bytes and operations are those of the step's bucket. Launches is how often a step runs it, us of one launch; GB/s and TFLOP/s are of the bytes
-and operations that cannot be avoided. "Of peak" is the larger share of the two measured peaks. The step's own time is
-below the sum where kernels overlap.
+Each kernel is timed alone, in a step at its own size. Launches is how often the step runs it, us of one launch; GB/s and
+TFLOP/s are of the bytes and operations that cannot be avoided, at the size of the step's bucket. "Of peak" is the larger
+share of the two measured peaks. The step's own time is below the sum where kernels overlap.
 """
 
 import argparse
