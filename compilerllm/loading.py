@@ -59,11 +59,12 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
     origin = "found in the cache" if found.hit else f"{found.seconds:.1f} s"
     buckets = model.buckets
     decode = [b.sequences for b in buckets if b.max_query == 1]
-    where = (
-        manifest["target"]
-        if is_cuda(manifest["target"])
-        else f"{manifest['target']}, {num_threads()} threads"
-    )
+    if manifest["level"] == 0:
+        where = "torch operators on the CPU"
+    elif is_cuda(manifest["target"]):
+        where = manifest["target"]
+    else:
+        where = f"{manifest['target']}, {num_threads()} threads"
     card = {
         "model": f"{config.model.display_name} ({manifest['facts']['architecture']}, {manifest['facts']['dtype']})",
         "target": f"{where}, level O{manifest['level']}",

@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
         "compiler": _compiler(),
-        "accelerators": _first_line(
+        "GPU": _gpu(),
+        "nvidia-smi": _first_line(
             "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
         ),
         "cache": _cache(cache_dir()),
@@ -55,6 +56,17 @@ def _cpu() -> tuple[str, list[str]]:
     named = {name.strip(): value.strip() for name, value in fields.items()}
     has = named.get("flags", "").split()
     return named.get("model name", "unknown"), [flag for flag in _CPU_FLAGS if flag in has]
+
+
+def _gpu() -> str:
+    """What the CUDA driver says of the first device."""
+    from compilerllm.kernels.launch.gpu.probe import find_gpu
+
+    gpu = find_gpu()
+    if gpu is None:
+        return "the CUDA driver finds none"
+    version = f"{gpu.driver // 1000}.{gpu.driver % 1000 // 10}"
+    return f"{gpu.name}, compute capability {gpu.capability / 10:.1f}, {gpu.memory / 2**30:.1f} GiB, driver for CUDA {version}"
 
 
 def _compiler() -> str:

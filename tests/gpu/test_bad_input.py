@@ -38,7 +38,7 @@ def changed(artifact: Path, target: Path, change: Callable[[dict[str, Any]], Non
 def test_artifact_for_another_gpu(place: Path, tmp_path: Path) -> None:
     """Machine code for a capability that is not this one's."""
     other = changed(build(place).path, tmp_path / "other", lambda m: m.update(capability=120))
-    with pytest.raises(WrongDevice, match=r"built for sm_120, but .* is sm_\d+\. .*--target sm_"):
+    with pytest.raises(WrongDevice, match=r"built for sm_120, but .* is sm_\d+\. Build one .*--target"):
         load_compiled(other, place)
 
 

@@ -10,8 +10,9 @@ from compilerllm.kernels.launch.gpu.program import Program
 from compilerllm.kernels.launch.gpu.sampling import ROW, TOP
 
 BLOCK_SIZE = 32  # tokens of a KV block on CUDA
-GRAPH_BYTES = 64 << 10  # of an instantiated graph, beside its nodes
-NODE_BYTES = 2 << 10  # of a kernel node in one: parameters and launch descriptors
+# Measured on an H200 as free device memory before and after graphs are instantiated and uploaded, by kernel nodes.
+GRAPH_BYTES = 207_000  # of a graph, beside its nodes
+NODE_BYTES = 2_455  # of a kernel node: parameters and launch descriptors
 LIBRARY_BYTES = (
     32 << 20
 )  # cuBLAS's workspace for one stream, as torch sets it on compute capability 9.0 and above
