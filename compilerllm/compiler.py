@@ -182,7 +182,8 @@ def ensure_artifact(request: CompileRequest, place: Path, on_stage: OnStage | No
     order = json.dumps(dataclasses.asdict(request))
     # -P: what lies in the working directory is no module
     run_child([sys.executable, "-P", "-m", "compilerllm.compiler", order, str(place), key], on_stage)
-    path = artifact_path(artifact_key(request, place))  # what was measured meanwhile is part of the key
+    if read_manifest(path) is None:
+        path = artifact_path(artifact_key(request, place))  # what was measured meanwhile is part of the key
     if read_manifest(path) is None:
         raise CompileFailed(f"the compiler ended well but left no artifact in {path}")
     return Found(path, False, time.perf_counter() - start)

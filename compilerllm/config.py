@@ -61,7 +61,7 @@ class ModelConfig:
     optimization_level: int = _option(
         2,
         "0: reference operations; 1: every fusion, generated code; 2: on a GPU also graphs, and weights loaded over kernel "
-        "boundaries; 3: on a GPU also CUTLASS kernels, on a CPU Inductor for operators without a kernel.",
+        "boundaries; 3: on a GPU also kernels chosen by measuring, on a CPU Inductor for operators without a kernel.",
     )
 
     device: Literal["auto", "cpu", "cuda"] = _option(
