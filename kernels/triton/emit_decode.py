@@ -20,42 +20,43 @@ from compilerllm.kernels.triton.emitter import Arg, BucketEmitter, emitter
 from compilerllm.kernels.triton.source import ConstValue
 
 MOST_HEADS = 4  # of one key head, for products in registers
-# Tiles, warps, stages and whether products are tl.dot's, likely best first.
-FEW: list[tuple[int, int, int, int]] = [
-    (64, 4, 3, 1), (64, 4, 1, 0), (64, 8, 1, 0), (32, 1, 4, 1), (32, 4, 1, 0), (128, 8, 1, 0), (64, 8, 3, 1),
-    (32, 2, 1, 0), (128, 8, 2, 1),
+Shape = tuple[int, int, int, int, int]
+# Keys of a tile, warps, stages, whether products are tl.dot's, and the fewest tiles of a split; likely best first.
+FEW: list[Shape] = [
+    (64, 8, 1, 0, 1), (64, 4, 1, 0, 1), (64, 4, 3, 1, 1), (32, 4, 1, 0, 1), (128, 8, 1, 0, 1), (64, 8, 1, 0, 2),
+    (128, 8, 1, 0, 2), (64, 8, 3, 1, 1), (64, 8, 1, 0, 4), (32, 1, 4, 1, 1), (32, 8, 1, 0, 1), (64, 4, 3, 1, 2),
+    (128, 8, 2, 1, 1), (64, 4, 3, 1, 4), (64, 2, 3, 1, 1),
 ]  # fmt: skip
-MANY: list[tuple[int, int, int, int]] = [
-    (32, 1, 4, 1), (64, 2, 3, 1), (64, 4, 3, 1), (32, 2, 4, 1), (128, 4, 2, 1), (64, 4, 1, 0), (32, 2, 1, 0),
-    (128, 8, 2, 1),
+MANY: list[Shape] = [
+    (32, 1, 4, 1, 1), (64, 2, 3, 1, 1), (64, 4, 3, 1, 1), (32, 2, 4, 1, 1), (64, 4, 1, 0, 1), (128, 4, 2, 1, 1),
+    (64, 8, 1, 0, 1), (32, 2, 1, 0, 1), (128, 8, 2, 1, 1),
 ]  # fmt: skip
-WIDE: list[tuple[int, int, int, int]] = [(32, 4, 1, 0), (16, 4, 1, 0), (32, 4, 2, 1), (16, 4, 1, 1)]  # f32
+WIDE: list[Shape] = [(32, 4, 1, 0, 1), (16, 4, 1, 0, 1), (32, 4, 2, 1, 1), (16, 4, 1, 1, 1)]  # f32
 
 
 def qkv_candidates(e: BucketEmitter, dtype: str, heads: int, kv_heads: int, dim: int) -> list[dict[str, Any]]:
     """Splits, the fewest tiles that one takes (least), and the shape of a program.
 
-    Splits beyond what a context needs cost next to nothing, as their programs leave at once; what a context shares out
-    is held back by ``least``: adding up parts takes as long as reading a few tiles.
+    As many splits as multiprocessors hold at once; those that a context has no tiles for end early.
+    ``least`` keeps short contexts together: adding up parts takes as long as reading a few tiles.
     """
     group = heads_a_program(heads, kv_heads)
     programs = e.bucket.sequences * heads // group
-    splits = max(1, min(pow2(4 * e.target.sms // programs + 1) // 2, MOST_SPLITS))
     few = programs <= e.target.sms
     shapes = WIDE if dtype == "f32" else FEW if few else MANY
-    able = [
-        {"BN": tile, "warps": warps, "stages": stages, "dot": dot}
-        for tile, warps, stages, dot in shapes
-        if dot or (pow2(group) <= MOST_HEADS and tile * dim <= 128 * 32 * warps)
-    ]
-    if not able:
-        able = [{"BN": 16, "warps": 4, "stages": 1, "dot": 1}]
-    more = [(0, splits, 2), (1, splits, 2), (0, splits // 2, 1), (1, splits, 4), (0, splits, 4)]
-    if splits == 1:
-        more = [(0, 2, 1), (2, 2, 1)]
-    made = [{"splits": splits, "least": 1} | shape for shape in able[:4]]
-    made += [{"splits": n, "least": least} | able[i] for i, n, least in more if i < len(able)]
-    made += [{"splits": splits, "least": 1} | shape for shape in able[4:]]
+    made: list[dict[str, Any]] = []
+    again: list[dict[str, Any]] = []
+    for tile, warps, stages, dot, least in shapes:
+        if not dot and (pow2(group) > MOST_HEADS or tile * pow2(dim) > 64 * 32 * warps):
+            continue
+        resident = (4 if warps == 1 else 1 if warps == 8 and not dot else 2) * e.target.sms
+        splits = max(1, min(pow2(resident // programs + 1) // 2, MOST_SPLITS))
+        shape = {"least": least, "BN": tile, "warps": warps, "stages": stages, "dot": dot}
+        if splits > 1 or least == 1:
+            made.append({"splits": splits} | shape)
+        if len(again) < 2 and least == 1:
+            again.append({"splits": 2 if splits == 1 else splits // 2} | shape)
+    made[6:6] = again
     fit = fitting(e, dtype, max(16, pow2(group)), dim, [c for c in made if c["dot"]])
     return [c for c in made if not c["dot"] or c in fit]
 

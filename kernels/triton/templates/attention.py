@@ -177,11 +177,11 @@ def combine(
 
 @triton.jit
 def finish(
-    out, partial, stats, counters, sinks, acc, top, total, group, split, sequence, active, OUT_STRIDE: tl.constexpr,
-    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    out, partial, stats, counters, sinks, acc, top, total, group, split, sequence, alone, active,
+    OUT_STRIDE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     SPLITS: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """A split's acc [M, DP], top [M], total [M], of which G rows count: to out if it is the only one, else as its part.
+    """A split's acc [M, DP], top [M], total [M], of which G rows count: to out if it is ``alone``, else as its part.
 
     With FUSED the program that arrives last adds the parts of all ``active`` splits up.
     """
@@ -190,7 +190,7 @@ def finish(
     head = group * G + rows
     mask = (rows < G)[:, None] & (column < D)[None, :]
     result = out + sequence.to(tl.int64) * OUT_STRIDE
-    if active == 1:
+    if alone:
         if SINKS:
             sink = tl.load(sinks + head, mask=rows < G, other=0.0).to(tl.float32) * LOG2E
             best = tl.maximum(top, sink)
@@ -268,7 +268,8 @@ def decode(
         low, length, 2 * HK * BLOCK * D, 0, TILE, D, DP, D, DP, SCALE, SOFTCAP, 0, False, True, True,
     )  # fmt: skip
     finish(
-        out, partial, stats, counters, sinks, acc, top, total, group, split, sequence, active, OUT_STRIDE, H, G, GP, M, D,
+        out, partial, stats, counters, sinks, acc, top, total, group, split, sequence, active == 1, active,
+        OUT_STRIDE, H, G, GP, M, D,
         DP, SPLITS, CHUNK, SINKS, FUSED,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import parse_module
 from compilerllm.kernels.reference.interpreter import Interpreter
 from compilerllm.kernels.reference.states import allocate_states
+from compilerllm.kernels.triton import emit_decode
 from tests.kernels.reference.steps import make_step
 from tests.kernels.triton.harness import BLOCK, TORCH, Machine, assert_close
 
@@ -143,9 +144,10 @@ func @main(%step: step) {{
 """
 
 
-@pytest.mark.parametrize(("dtype", "index"), [("f32", 0), ("bf16", 0), ("bf16", 1), ("f32", 99)])
-def test_a_prompt_then_fused_decodes(dtype: str, index: int) -> None:
+@pytest.mark.parametrize(("dtype", "index"), [("f32", 99), ("bf16", 0)])
+def test_a_prompt_then_fused_decodes(dtype: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode buckets take qkv_attention, over the cache that the prompt's bucket wrote."""
+    monkeypatch.setattr(emit_decode, "MOST_SPLITS", 2)  # programs are slow in the interpreter
     module = parse_module(FUSED.format(dtype=dtype))
     generator = torch.Generator().manual_seed(3)
     shapes = {"table": (40, 128), "norm": (16,), "sinks": (4,), "up": (128, 64)}
