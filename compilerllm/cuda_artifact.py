@@ -18,7 +18,7 @@ from compilerllm.kernels.groups import state_entries
 from compilerllm.kernels.launch.gpu.program import samples_all
 from compilerllm.kernels.triton.target import CudaTarget
 
-NORM_LINEAR_TOKENS = 4  # up to so many tokens a matrix-vector kernel computes its input's norm itself
+NORM_LINEAR_TOKENS = 64  # up to so many tokens a linear's kernel may norm its input itself
 NORM_ROUTE_TOKENS = 8  # up to so many the norm, the router's product and the routing are one kernel
 # Tokens of steps with prompts. Finer than powers of two where padding would cost most.
 MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)

@@ -165,7 +165,9 @@ def _norm_linear_flops(node: Node) -> Dim:
     return 2 * product(x.shape[:-1]) * weight.shape[0] * weight.shape[1] + 5 * x.tensor.numel
 
 
-# What add_rms_norm gives goes to one linear alone; both norm and sum are rounded to x's dtype as before.
+# What add_rms_norm gives goes to one linear alone; the sum is rounded to x's dtype as before. So is the norm, or a kernel
+# scales after the product: what it multiplies with the linear's weight is the sum times the norm's, rounded to x's dtype
+# once, and its result is multiplied by 1 / sqrt(mean square + eps), before any bias. Either is within roundings of x.
 define(
     "norm_linear(x, residual, norm_weight, weight, bias?)", "sum = x + residual; gives linear(rms_norm(sum)) and sum",
     _norm_linear, attrs="eps, offset?, round_first?, out_dtype?", flops=_norm_linear_flops,

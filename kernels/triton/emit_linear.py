@@ -9,7 +9,8 @@ from compilerllm.kernels.cutlass.instances import Instance
 from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.kernels.triton.cutlass_calls import gemm, instances
 from compilerllm.kernels.triton.emitter import ITEM_BYTES, Arg, BucketEmitter, Typed, emitter
-from compilerllm.kernels.triton.linear_candidates import Candidate, candidates, power_of_two, shape_of
+from compilerllm.kernels.triton.linear_candidates import candidates
+from compilerllm.kernels.triton.linear_shape import Candidate, power_of_two, shape_of
 from compilerllm.kernels.triton.source import ConstValue
 
 GPT_OSS = {"LIMIT": 7.0, "ALPHA": 1.702}  # of the activation of that name
@@ -79,6 +80,8 @@ def emit_linear(e: BucketEmitter, node: Node) -> None:
     match choice["path"]:
         case "gemv" | "gemv_rows":
             _gemv(e, it, x, choice)
+        case "skinny":
+            _skinny(e, it, x, choice)
         case "matmul":
             _matmul(e, it, x, choice)
         case "cutlass":
@@ -159,17 +162,28 @@ def _norm_constants(it: Linear) -> dict[str, ConstValue]:
     }  # fmt: skip
 
 
-def _gemv(e: BucketEmitter, it: Linear, x: Value | Typed, choice: Candidate) -> None:
+def _with_norm(e: BucketEmitter, it: Linear, x: Value | Typed) -> _Arguments:
+    """``_common`` for a kernel that may norm: it does where x is not what another launch normed."""
     inside = isinstance(x, Value) and it.addend is not None
     a = _common(e, it, x)
     a.rows("addend", "A_STRIDE", it.addend if inside else None, it.k)
     a.pointer("norm_weight", it.norm_weight if inside else None)
     a.pointer("total", it.total if inside else None)
+    a.constants |= _norm_constants(it)
+    return a
+
+
+def _gemv(e: BucketEmitter, it: Linear, x: Value | Typed, choice: Candidate) -> None:
+    a = _with_norm(e, it, x)
     bn, path = int(choice["bn"]), str(choice["path"])
-    a.constants |= _norm_constants(it) | {"BN": bn}
+    a.constants["BN"] = bn
     if path == "gemv":
         columns = min(SCALE_COLUMNS, power_of_two(it.k))
-        a.constants |= {"T": e.bound(it.rows), "BK": choice["bk"], "PRE": choice["pre"], "SCALE_BK": columns}
+        rest = it.k > int(choice["pre"]) * int(choice["bk"])
+        ahead = power_of_two(it.k) if rest and _follows_attention(e, it.x) else 0
+        a.constants |= {
+            "T": e.bound(it.rows), "BK": choice["bk"], "PRE": choice["pre"], "SCALE_BK": columns, "AHEAD": ahead,
+        }  # fmt: skip
         programs = -(-it.n // bn)
     else:
         a.constants |= {"BK": max(32, power_of_two(it.k)), "STEPS": choice["steps"]}
@@ -185,8 +199,29 @@ def _gemv(e: BucketEmitter, it: Linear, x: Value | Typed, choice: Candidate) -> 
     )
 
 
+def _follows_attention(e: BucketEmitter, x: Value) -> bool:
+    """Whether x comes from attention, which at few tokens leaves memory idle: time to bring all of the weight nearer.
+
+    A candidate's own timing does not show it, since there the kernel before is the same kernel.
+    """
+    node = e.producer(e.ref(x).root)
+    return node is not None and node.op in ("paged_attention", "qkv_attention")
+
+
+def _skinny(e: BucketEmitter, it: Linear, x: Value | Typed, choice: Candidate) -> None:
+    a = _with_norm(e, it, x)
+    a.constants |= {
+        "BM": choice["bm"], "BN": choice["bn"], "BK": choice["bk"], "PARTS": choice["warps"], "PRE": choice["pre"],
+        "SWAP": choice["swap"],
+    }  # fmt: skip
+    e.launch(
+        it.node, "skinny:skinny", (-(-it.n // int(choice["bn"])), 1, 1), a.args, a.constants,
+        num_warps=int(choice["warps"]), num_stages=int(choice["stages"]),
+    )  # fmt: skip
+
+
 def _matmul(e: BucketEmitter, it: Linear, x: Value | Typed, choice: Candidate) -> None:
-    a = _common(e, it, x)
+    a = _with_norm(e, it, x)
     bm, bn, split = int(choice["bm"]), int(choice["bn"]), int(choice["split"])
     columns = -(-it.n // bn)
     if split > 1:
