@@ -98,7 +98,7 @@ def qkv_attention(
         tl.extra.cuda.gdc_launch_dependents()
     group, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     column = tl.arange(0, DP)
-    rows = tl.arange(0, M)
+    rows = tl.arange(0, GP)
     one = tl.arange(0, 1)
     other = column
     if ROT > 0:
@@ -171,6 +171,10 @@ def qkv_attention(
     factor: tl.constexpr = 1.0 if SOFTCAP > 0 else SCALE * LOG2E
     owner = (split + 1) * each >= count
     score = capped(tl.sum(query.to(tl.float32) * new_key.to(tl.float32), 1), SCALE, SOFTCAP)
+    if M > GP:
+        # tl.dot needs more rows: the same ones again
+        query = tl.reshape(tl.broadcast_to(query[None, :, :], (M // GP, GP, DP)), (M, DP))
+        score = tl.reshape(tl.broadcast_to(score[None, :], (M // GP, GP)), (M,))
     top = tl.where(owner, score * factor, FLOOR)
     total = tl.where(owner, tl.full((M,), 1.0, tl.float32), 0.0)
     acc = tl.where(owner, new_value.to(tl.float32), 0.0) + tl.zeros((M, DP), tl.float32)
