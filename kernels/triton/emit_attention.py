@@ -15,6 +15,7 @@ from compilerllm.kernels.triton.source import ConstValue
 
 MOST_ROWS = 128  # query heads of one key head that a program takes at most
 MOST_SPLITS = 32
+SHORT = 512  # tokens of a step whose prompts do not fill the multiprocessors with large tiles
 PARTS_A_WARP = 64 * 32  # elements of parts that a warp adds up without spilling
 
 
@@ -281,6 +282,11 @@ def prefill_candidates(e: BucketEmitter, dtype: str, group: int, dim: int) -> li
         ]
     elif e.bucket.tokens <= 2 * e.bucket.sequences:  # mostly decodes: rows would idle
         shapes = [(64, 64, 4, 3), (16, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2), (128, 32, 8, 1)]
+    elif e.bucket.tokens <= SHORT:  # few tiles, and some of them one decode's
+        shapes = [
+            (64, 64, 4, 3), (32, 64, 4, 3), (16, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3), (32, 32, 2, 3), (64, 64, 4, 2),
+            (64, 32, 4, 1),
+        ]  # fmt: skip
     else:
         shapes = [
             (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3),

@@ -26,38 +26,42 @@ FEW: list[Shape] = [
     (64, 8, 1, 0, 1), (64, 4, 1, 0, 1), (64, 4, 3, 1, 1), (32, 4, 1, 0, 1), (128, 8, 1, 0, 1), (64, 8, 1, 0, 2),
     (128, 8, 1, 0, 2), (64, 8, 3, 1, 1), (64, 8, 1, 0, 4), (32, 1, 4, 1, 1), (32, 8, 1, 0, 1), (64, 4, 3, 1, 2),
     (128, 8, 2, 1, 1), (64, 4, 3, 1, 4), (64, 2, 3, 1, 1),
+    (16, 4, 2, 1, 1),
 ]  # fmt: skip
 MANY: list[Shape] = [
     (32, 1, 4, 1, 1), (64, 2, 3, 1, 1), (64, 4, 3, 1, 1), (32, 2, 4, 1, 1), (64, 4, 1, 0, 1), (128, 4, 2, 1, 1),
-    (64, 8, 1, 0, 1), (32, 2, 1, 0, 1), (128, 8, 2, 1, 1),
+    (64, 8, 1, 0, 1), (32, 2, 1, 0, 1), (128, 8, 2, 1, 1), (16, 4, 2, 1, 1),
 ]  # fmt: skip
 WIDE: list[Shape] = [(32, 4, 1, 0, 1), (16, 4, 1, 0, 1), (32, 4, 2, 1, 1), (16, 4, 1, 1, 1)]  # f32
 
 
 def qkv_candidates(e: BucketEmitter, dtype: str, heads: int, kv_heads: int, dim: int) -> list[dict[str, Any]]:
-    """Splits, the fewest tiles that one takes (least), and the shape of a program.
+    """Splits, the fewest tiles that one takes (least), the shape of a program, and how many query heads it takes.
 
     As many splits as multiprocessors hold at once; those that a context has no tiles for end early.
     ``least`` keeps short contexts together: adding up parts takes as long as reading a few tiles.
     """
-    group = heads_a_program(heads, kv_heads)
-    programs = e.bucket.sequences * heads // group
-    few = programs <= e.target.sms
+    whole = heads_a_program(heads, kv_heads)
+    part = max(g for g in range(1, min(whole, MOST_HEADS) + 1) if whole % g == 0)
+    few = e.bucket.sequences * heads // whole <= e.target.sms
     shapes = WIDE if dtype == "f32" else FEW if few else MANY
     made: list[dict[str, Any]] = []
     again: list[dict[str, Any]] = []
     for tile, warps, stages, dot, least in shapes:
-        if not dot and (pow2(group) > MOST_HEADS or tile * pow2(dim) > 64 * 32 * warps):
+        group = whole if dot else part  # the parts of a key head's heads each read its keys
+        programs = e.bucket.sequences * heads // group
+        most = 128 if dot else 64 if group <= 2 else 32  # elements of a tile that a thread has room for
+        if tile * pow2(dim) > most * 32 * warps or (group < whole and programs > e.target.sms):
             continue
         resident = (4 if warps == 1 else 1 if warps == 8 and not dot else 2) * e.target.sms
         splits = max(1, min(pow2(resident // programs + 1) // 2, MOST_SPLITS))
-        shape = {"least": least, "BN": tile, "warps": warps, "stages": stages, "dot": dot}
+        shape = {"least": least, "BN": tile, "warps": warps, "stages": stages, "dot": dot, "heads": group}
         if splits > 1 or least == 1:
             made.append({"splits": splits} | shape)
         if len(again) < 2 and least == 1:
             again.append({"splits": 2 if splits == 1 else splits // 2} | shape)
     made[6:6] = again
-    fit = fitting(e, dtype, max(16, pow2(group)), dim, [c for c in made if c["dot"]])
+    fit = fitting(e, dtype, max(16, pow2(whole)), dim, [c for c in made if c["dot"]])
     return [c for c in made if not c["dot"] or c in fit]
 
 
@@ -73,8 +77,7 @@ def qkv_attention(e: BucketEmitter, node: Node) -> None:
     kv, heads = state.state, node.integer("heads")
     dim, kv_heads = kv["dim"], kv["heads"]
     consts = attention_consts(e, node, heads, kv_heads, dim)
-    group, sequences = heads_a_program(heads, kv_heads), e.bucket.sequences
-    programs = heads // group
+    sequences = e.bucket.sequences
     args, turn = rotation(e, node, qkv, node.input(3), node.input(4), dim)
     consts |= {name: value for name, value in turn.items() if name not in ("HALF_P", "REST_P")}
     rows, to = e.rows(qkv, 1), e.rows(out, 1)
@@ -87,7 +90,8 @@ def qkv_attention(e: BucketEmitter, node: Node) -> None:
     }  # fmt: skip
     found = qkv_candidates(e, qkv.dtype, heads, kv_heads, dim)
     chosen = e.choose(node, "decode_qkv", problem, found)
-    splits, warps = chosen["splits"], chosen["warps"]
+    splits, warps, group = chosen["splits"], chosen["warps"], chosen["heads"]
+    programs = heads // group
     parts = sequences * heads * splits * 4 if splits > 1 else 4
     args |= step_args(e, state, "seq_lens", "meta")
     more: dict[str, Arg] = {
@@ -96,7 +100,7 @@ def qkv_attention(e: BucketEmitter, node: Node) -> None:
         "counters": e.typed(e.counters(sequences * programs if splits > 1 else 1), "i32"),
     }  # fmt: skip
     shape: dict[str, ConstValue] = {
-        "X_STRIDE": rows.stride, "OUT_STRIDE": to.stride, "GP": pow2(group),
+        "X_STRIDE": rows.stride, "OUT_STRIDE": to.stride, "G": group, "GP": pow2(group),
         "M": max(16, pow2(group)) if chosen["dot"] else pow2(group), "EPS": node.number("eps", 0.0),
         "OFFSET": node.number("offset", 0.0), "ROUND_FIRST": bool(node.attrs.get("round_first")), "TILE": chosen["BN"],
         "SPLITS": splits, "CHUNK": parts_at_once(splits, warps, group, dim), "LEAST": chosen["least"],

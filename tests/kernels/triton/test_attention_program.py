@@ -9,6 +9,7 @@ import torch
 from compilerllm.cuda_artifact import prepare_bucket
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import parse_module
+from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.kernels.reference.interpreter import Interpreter
 from compilerllm.kernels.reference.states import allocate_states
 from compilerllm.kernels.triton import emit_decode
@@ -175,3 +176,16 @@ def test_a_prompt_then_fused_decodes(dtype: str, index: int, monkeypatch: pytest
     step = make_step([(35, 1)], block_size=BLOCK, groups=2, blocks_each=4, token_ids=[7])
     (out,) = machine.run(2, step)
     assert_close(out, oracle.run_step(step, states).float(), 1.0 if dtype == "f32" else 2.0)
+
+
+def test_qkv_attention_is_for_decode_buckets_only() -> None:
+    text = """
+func @main(%step: step, %x: f32[T, 128]) {
+  dim T in [0, 4096]
+  state %kv : paged_kv<f32, heads=2, dim=16>
+  %a = qkv_attention(%kv, %x, %step, heads=4, scale=0.25) : f32[T, 4, 16]
+  return %a
+}
+"""
+    with pytest.raises(UnsupportedByTarget, match="one query a sequence"):
+        Machine(parse_module(text), {}, [Bucket(8, 2, 2, 8)])
