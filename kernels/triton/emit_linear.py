@@ -170,6 +170,8 @@ def _with_norm(e: BucketEmitter, it: Linear, x: Value | Typed) -> _Arguments:
     a.pointer("norm_weight", it.norm_weight if inside else None)
     a.pointer("total", it.total if inside else None)
     a.constants |= _norm_constants(it)
+    if inside and not e.is_param(it.norm_weight):
+        a.constants["PDL"] = False
     return a
 
 

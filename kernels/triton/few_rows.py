@@ -17,7 +17,7 @@ GEMV_ROWS = 4
 SKINNY_ROWS = 32
 GEMV_SHARE = 0.97  # of the memory's bandwidth while a kernel reads weights
 GEMV_TILES = (  # columns, elements of K, warps: as they did where they were measured, best first
-    (2, 1024, 4), (8, 512, 4), (4, 512, 4), (4, 1024, 4), (2, 2048, 8), (1, 2048, 4), (4, 1024, 8), (2, 512, 2), (8, 256, 4),
+    (2, 1024, 4), (4, 512, 4), (8, 512, 4), (4, 1024, 4), (2, 2048, 8), (1, 2048, 4), (4, 1024, 8), (2, 512, 2), (8, 256, 4),
 )  # fmt: skip
 ONE_ROW_TILES = (  # of skinny without tensor cores: columns, elements of K, warps
     (2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (2, 2048, 8), (4, 2048, 8), (8, 512, 2), (16, 1024, 4), (1, 1024, 4),
@@ -50,7 +50,7 @@ def gemv(s: Shape, target: CudaTarget) -> Iterator[Timed]:
                 steps = max(0, -(-s.k // bk) - pre)
                 # A norm takes the rows twice, once a tile behind barriers.
                 serial = steps + (1.0 + 0.5 * (steps + pre) if s.norm else 0.0)
-                cost = _cost(s, target, -(-s.n // bn), warps, registers, serial) * (1 + 0.004 * place)
+                cost = _cost(s, target, -(-s.n // bn), warps, registers, serial) * (1 + 0.01 * place)
                 yield cost, {"path": "gemv", "bn": bn, "bk": bk, "pre": pre, "warps": warps} | kept
 
 
@@ -87,26 +87,33 @@ def skinny(s: Shape, target: CudaTarget, tensor_cores: bool) -> Iterator[Timed]:
         tiles = []
     for place, (bm, bn, bk, warps, swap) in enumerate(tiles):
         bk = min(bk, max(16 * warps, power_of_two(s.k)))
+        if bm == 1 and place > 0 and bk < 256 * warps:  # a warp takes in 256 columns at a time
+            continue
         tiles_k = -(-s.k // bk)
-        for pre in sorted({min(tiles_k, 4), min(tiles_k, 2)}, reverse=True):
+        fitting = 0
+        for pre in sorted({min(tiles_k, p) for p in (4, 2, 1)}, reverse=True):
             rest = tiles_k - pre
-            loaded = pre * bk * (s.halves * bn + bm * (2 if s.norm else 1)) * s.item // (4 * 32 * warps)
+            passing = 2 if swap and bm > 1 else 1  # weights that go on to shared memory at once
+            weights = s.halves * bn // passing
+            loaded = pre * bk * (weights + bm * (2 if s.norm else 1)) * s.item // (4 * 32 * warps)
             sums = (bk // warps // 32 if bm == 1 else 1) * bm * bn * s.halves // 32
-            if loaded + sums > MOST_REGISTERS:
+            if rest:  # a loop keeps its loads' addresses
+                loaded += (
+                    5 * bk * (s.halves * bn + bm * (2 if s.norm else 1)) // (8 * 32 * warps) if bm > 1 else 0
+                )
+            stages = 1 if rest == 0 or bm == 1 else 3
+            step_bytes = bk * s.item * (s.halves * bn + bm * (2 if s.norm else 1))
+            shared = 0 if bm == 1 else pre * s.halves * bn * bk * s.item + bm * bk * s.item
+            shared += stages * step_bytes if rest and bm > 1 else 0
+            if fitting == 2 or loaded + sums > MOST_REGISTERS or shared > target.shared - 8192:
                 continue
-            for stages in (1,) if rest == 0 or bm == 1 else (3,):
-                step_bytes = bk * s.item * (s.halves * bn + bm * (2 if s.norm else 1))
-                shared = 0 if bm == 1 else pre * s.halves * bn * bk * s.item + bm * bk * s.item
-                shared += stages * step_bytes if rest and bm > 1 else 0
-                if shared > target.shared - 8192:
-                    continue
-                serial = rest / max(1, stages - 1) + (0.0 if bm == 1 else 0.6)
-                fits = target.shared // max(1, shared)
-                cost = _cost(s, target, -(-s.n // bn), warps, loaded + sums + 40, serial, fits)
-                yield cost * (1 + 0.01 * place), {
-                    "path": "skinny", "bm": bm, "bn": bn, "bk": bk, "pre": pre, "swap": swap, "warps": warps,
-                    "stages": stages,
-                } | kept  # fmt: skip
+            fitting += 1
+            serial = rest / max(1, stages - 1) + (0.0 if bm == 1 else 0.6)
+            fits = target.shared // max(1, shared)
+            cost = _cost(s, target, -(-s.n // bn), warps, loaded + sums + 40, serial, fits)
+            yield cost * (1 + 0.01 * place), {
+                "path": "skinny", "bm": bm, "bn": bn, "bk": bk, "pre": pre, "swap": swap, "warps": warps, "stages": stages,
+            } | kept  # fmt: skip
 
 
 def _cost(
@@ -119,7 +126,8 @@ def _cost(
     waves = programs / (target.sms * resident)
     tail = 0.0 if waves <= 1 else (-(-programs // (target.sms * resident)) - waves) / waves * 0.15
     # Every program reads the rows again, some of it from its SM's own cache; a norm reads the addend too.
-    again = programs * s.m * s.k * s.item * (2 if s.norm else 1) * 0.3 / (L2_FACTOR * bandwidth)
+    share = 0.1 if s.m == 1 else 0.3
+    again = programs * s.m * s.k * s.item * (2 if s.norm else 1) * share / (L2_FACTOR * bandwidth)
     on_sm = -(-programs // target.sms) * s.weight_bytes / programs / SM_BYTES
     if s.m == 1:  # as measured: some programs of an SM end while others load
         again += 0.6e-6 * max(0.0, 1 - programs / (3.5 * target.sms))

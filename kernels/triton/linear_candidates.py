@@ -25,7 +25,6 @@ from compilerllm.kernels.triton.linear_shape import (
 )
 from compilerllm.kernels.triton.target import CudaTarget
 
-FIRST = 12  # what tuning has time for
 MOST_TILES = 24  # candidates: each takes a second to compile where all are timed
 NORM_TILES = 64  # rows up to which tiles norm by themselves: each program reads its rows anew
 LAUNCH_LIBRARY = 4e-6  # a library's kernel neither starts early nor lets the next one
@@ -46,37 +45,29 @@ def candidates(
     instances, which follow cuBLAS: nothing but a measurement puts one first."""
     kinds: list[list[Timed]] = []  # each the best of its kind, best first
     plain = replace(s, norm=False)
-    if s.m <= GEMV_ROWS:
-        kinds += [best(gemv(s, target), 6), best(gemv_rows(s, target), 4)]
-        if s.norm:
-            kinds += [_apart(best(gemv(plain, target), 2)), _apart(best(gemv_rows(plain, target), 1))]
+    few, one = s.m <= GEMV_ROWS, s.m == 1
+    if few:
+        kinds += [best(gemv(s, target), 6), best(gemv_rows(s, target), 6)]
     kinds.append(best(skinny(s, target, tensor_cores), 10))
-    most = MOST_TILES // (3 if s.m <= GEMV_ROWS else 1)
-    tiles = _varied(best(_matmul(plain, target, tensor_cores)))[:most]
-    if s.norm:
-        kinds.append(_apart(best(skinny(plain, target, tensor_cores), 2)))
-        if s.m <= NORM_TILES and s.wide:
-            inside = (f for f in _matmul(s, target, tensor_cores) if f[1]["split"] == 1)
-            kinds.append([(t, c | {"norm": "inside"}) for t, c in _varied(best(inside))[:6]])
-        tiles = _apart(tiles[:10])
+    if s.norm and s.m <= NORM_TILES and s.wide and not one:
+        inside = (f for f in _matmul(s, target, tensor_cores) if f[1]["split"] == 1)
+        kinds.append([(t, c | {"norm": "inside"}) for t, c in _varied(best(inside))[:6]])
+    tiles = _varied(best(_matmul(plain, target, tensor_cores)))[: MOST_TILES // (3 if few else 1)]
     library = _library_cost(s, target)
     called: list[Timed] = [(library, {"path": "cublas"})]
     called += [
         (library * (1 + 0.001 * place), {"path": "cutlass", "instance": name})
         for place, name in enumerate(cutlass, 1)
     ]
-    kinds += [tiles, _apart(called) if s.norm else called]
-    if s.m == 1:  # never the fastest
-        return _spread(kinds[:-2]) + [c for _, c in best([*kinds[-2], *kinds[-1]])]
-    found = _spread(kinds)
-    if s.norm:  # both ways are to be timed
-        apart = [c for c in found if c["norm"] == "apart"][:2]
-        others = [c for c in found if c not in apart]
-        places = [min(found.index(c), FIRST - 2 + i) for i, c in enumerate(apart)]
-        for place, c in zip(places, apart, strict=True):
-            others.insert(place, c)
-        found = others
-    return found
+    rest = [tiles, called]
+    if s.norm:
+        ways = [best(skinny(plain, target, tensor_cores), 2), tiles[:10], called]
+        if few:
+            ways += [best(gemv(plain, target), 2), best(gemv_rows(plain, target), 1)]
+        rest = [_apart(way) for way in ways]
+    if one:  # none of these is ever the fastest
+        return _spread(kinds) + [c for _, c in best(f for way in rest for f in way)]
+    return _spread([*kinds, *rest])
 
 
 def _apart(found: Sequence[Timed]) -> list[Timed]:
@@ -85,10 +76,10 @@ def _apart(found: Sequence[Timed]) -> list[Timed]:
 
 
 def _spread(kinds: Sequence[Sequence[Timed]]) -> list[Candidate]:
-    """All by cost; but behind the first, one of each kind by turns takes every other place, so that the ``FIRST`` are not all
-    of one kind that the model is wrong about."""
+    """All by cost; but behind the first, every other place goes to the best of each kind by turns, then the second of each,
+    so that what tuning has time for is not all of one kind that the model is wrong about."""
     whole = best(f for kind in kinds for f in kind)
-    turns = best(f for place in range(3) for kind in kinds for f in kind[place : place + 1])
+    turns = [f for place in range(3) for f in best(f for kind in kinds for f in kind[place : place + 1])]
     taken: list[Candidate] = []
     while whole or turns:
         for queue in (whole, turns):
@@ -125,7 +116,7 @@ def _matmul(s: Shape, target: CudaTarget, tensor_cores: bool) -> Iterator[Timed]
             continue
         if bk > max(32, power_of_two(s.k)) or bn > max(32, power_of_two(s.n)):
             continue
-        if s.norm and bm * bk > 64 * 32 * warps:
+        if s.norm and bm * bk > (64 if bm >= 64 else 48) * 32 * warps:
             continue
         step_bytes = _step_bytes(s, bm, bn, bk)
         for stages in (3, 4, 6):
@@ -183,7 +174,9 @@ def _matmul_cost(
         fill += 0.7e-6 * steps / (stages - 1)
     fill += sums / (L2_FACTOR * bandwidth) + s.m * s.n * s.out / bandwidth
     slower = 1.0
-    if bm < 64 and tensor_cores and not swap:  # small instructions, and warps that read the same rows
+    if bm < 64 and tensor_cores and columns > 8 * target.sms:
+        slower = 1.01 if swap else 1.0
+    elif bm < 64 and tensor_cores and not swap:  # small instructions, and warps that read the same rows
         slower = 1.04 if bn * s.halves >= 64 else 1.2
     return (LAUNCH + fill + time) * slower
 
