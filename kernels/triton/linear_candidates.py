@@ -30,7 +30,7 @@ NORM_TILES = 64  # rows up to which tiles norm by themselves: each program reads
 LAUNCH_LIBRARY = 4e-6  # a library's kernel neither starts early nor lets the next one
 MATMUL_SHARE, LIBRARY_SHARE = 0.92, 0.8  # of the memory's bandwidth while a kernel reads weights
 TILES = (  # rows, columns, elements of K, warps
-    (16, 32, 256, 4), (16, 64, 128, 4), (16, 64, 256, 4), (16, 128, 64, 4),
+    (16, 32, 256, 4), (16, 64, 128, 4), (16, 64, 256, 4),
     (32, 32, 256, 4), (32, 64, 128, 4), (32, 64, 256, 4), (32, 128, 64, 4), (32, 128, 128, 4),
     (64, 32, 128, 4), (64, 32, 256, 4), (64, 16, 256, 4), (64, 64, 64, 4), (64, 64, 128, 4), (64, 128, 64, 4), (64, 128, 128, 4),
     (128, 64, 64, 4), (128, 64, 128, 4), (128, 128, 64, 4), (128, 128, 64, 8), (128, 256, 64, 8), (256, 128, 64, 8),
@@ -193,7 +193,7 @@ def _share(bm: int, bn: int, swap: bool, tensor_cores: bool) -> float:
     if swap:
         return {16: 0.25, 32: 0.4}[bm]
     if bm < 64:
-        return 0.15 if bm == 16 else 0.25
+        return 0.25 if bm == 16 else 0.35
     return {1: 0.35, 2: 0.5, 4: 0.62, 8: 0.72}.get(bm * bn // 4096, 0.72 if bm * bn >= 32768 else 0.3)
 
 
