@@ -6,6 +6,7 @@ from compilerllm.kernels.triton.linear_shape import (
     L2_FACTOR,
     LAUNCH,
     SM_BYTES,
+    SM_NORMED,
     Shape,
     Timed,
     power_of_two,
@@ -131,7 +132,11 @@ def _cost(
     on_sm = -(-programs // target.sms) * s.weight_bytes / programs / SM_BYTES
     if s.m == 1:  # as measured: some programs of an SM end while others load
         again += 0.6e-6 * max(0.0, 1 - programs / (3.5 * target.sms))
+    normed = -(-programs // target.sms) * s.m * s.k / SM_NORMED if s.norm else 0.0
     moved = together(
-        s.weight_bytes / (GEMV_SHARE * bandwidth) * (1 + tail), on_sm, serial * 0.6e-6 * max(1.0, waves)
+        normed,
+        s.weight_bytes / (GEMV_SHARE * bandwidth) * (1 + tail),
+        on_sm,
+        serial * 0.6e-6 * max(1.0, waves),
     )
     return LAUNCH + 0.3e-6 + moved + again

@@ -16,6 +16,7 @@ from compilerllm.kernels.triton.linear_shape import (
     LAUNCH,
     NORM_LAUNCH,
     SM_BYTES,
+    SM_NORMED,
     Candidate,
     Shape,
     Timed,
@@ -163,6 +164,7 @@ def _matmul_cost(
             wave * weights / (MATMUL_SHARE * bandwidth),
             wave * step_bytes * steps / (L2_FACTOR * bandwidth),
             on_sm * step_bytes * steps / rate,
+            on_sm * bm * bk * steps / SM_NORMED if s.norm else 0.0,
             on_sm * 2 * bm * s.halves * bn * bk * steps / (peak / target.sms),
         )
         left -= count * wave

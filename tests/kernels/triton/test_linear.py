@@ -183,6 +183,35 @@ def test_gemv_writes_its_results_alone() -> None:
     assert_close(out.check(), normed @ w.t())
 
 
+@pytest.mark.parametrize(("rows", "bm", "bn", "swap"), [(1, 1, 4, True), (3, 8, 16, True), (5, 16, 8, False)])
+def test_skinny_writes_its_results_alone(rows: int, bm: int, bn: int, swap: bool) -> None:
+    torch.manual_seed(1)
+    n, k = 21, 72
+    x, addend, w, g = torch.randn(rows, k), torch.randn(rows, k), torch.randn(n, k), torch.randn(k)
+    out, total = Guarded((rows, n), torch.float32), Guarded((rows, k), torch.float32)
+    launch(
+        "skinny:skinny", (-(-n // bn),),
+        {
+            "x": x, "w": w, "bias": None, "residual": None, "addend": addend, "norm_weight": g, "total": total.tensor,
+            "out": out.tensor, "rows": rows, "X_STRIDE": k, "R_STRIDE": n, "A_STRIDE": k, "N": n, "K": k, "BM": bm,
+            "BN": bn, "BK": 32, "PARTS": 2, "PRE": 2, "SWAP": swap, "ACT": "identity", "LIMIT": 7.0, "ALPHA": 1.702,
+            "GATED": False, "EPS": 1e-5, "OFFSET": 1.0, "ROUND_FIRST": False,
+        },
+        num_warps=2,
+    )  # fmt: skip
+    added = x + addend
+    assert torch.equal(total.check(), added)
+    normed = added * torch.rsqrt(added.square().mean(-1, keepdim=True) + 1e-5) * (1 + g)
+    assert_close(out.check(), normed @ w.t())
+
+
+@pytest.mark.parametrize("rows", [2, 8, 64])
+def test_no_scale_after_the_product_where_it_may_overflow(rows: int) -> None:
+    shape = Shape(rows, 4096, 1024, 2, 2, 1, False, False, True, wide=False)
+    found = candidates(shape, find_cuda_target("sm_90"), True)
+    assert all(c["norm"] == "apart" or c["path"].startswith("gemv") for c in found)
+
+
 SHAPES = [(6144, 4096), (4096, 14336), (128256, 4096), (1024, 3072), (80, 48)]
 
 
