@@ -11,7 +11,7 @@ LATENCY = 0.8e-6  # seconds from a load to its data
 LAUNCH = 0.8e-6  # of a kernel that starts while the one before it ends
 NORM_LAUNCH = 1.8e-6  # a norm as a kernel of its own
 SM_BYTES = 100e9  # bytes a second that one SM can take in
-SM_NORMED = 30e9  # elements a second to which one SM adds, and multiplies by the norm's weight
+SM_NORMED = 50e9  # elements a second to which one SM adds, and multiplies by the norm's weight
 
 
 @dataclass(frozen=True)
