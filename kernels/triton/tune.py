@@ -32,7 +32,7 @@ from compilerllm.kernels.triton.tasks import Task
 from compilerllm.kernels.tuning import TuningData
 
 BLOCK = 32  # tokens
-CONTEXT = 512  # tokens of context of each sequence in attention's problems with one query each
+CONTEXT = 256  # tokens of context of each sequence in attention's problems with one query each
 ROTATE_BYTES = 192 << 20  # well past any L2
 MOST_REPLICAS = 24
 Progress = Callable[[int, int, str], None]
