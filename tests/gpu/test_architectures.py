@@ -17,6 +17,7 @@ MIXED = [(20, 5, 32), (20, 1, 1), (1, 1, 1), (1, 0, 1), (1, 0, 0), (2, 0, 0)]
 ALONE = [(45, 0, 0), (0, 7, 0), (0, 0, 35)]
 PROMPT_LENGTHS = (3, 17, 40, 5, 32, 33, 1, 24)
 PROMPTS, NEW = 24, 8
+MEASURED = ("llama", "qwen3_moe")  # also built at O3, which times candidates for its shapes first
 SEEDS = {"starcoder2": 1}  # with which tokens differ enough
 
 
@@ -76,7 +77,7 @@ def test_float32(name: str, tmp_path: Path) -> None:
         model.allocate(BLOCKS, SEQUENCES)
         assert bool(len(model.graphs)) == (level == 2)
         check_logits(model, reference)
-    for level in (0, 1, 2, 3):
+    for level in (0, 1, 2, *((3,) if name in MEASURED else ())):
         got = generate(load(tmp_path, dtype="float32", level=level), prompts(), NEW)
         assert got == wanted, f"O{level}"
 
