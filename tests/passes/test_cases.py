@@ -63,9 +63,7 @@ RUNS: dict[str, Run] = {
     ),
     "fuse_norm_linear": _with_report(_on_main(fuse_norm_linear), "fuse_norm_linear"),
     "gather_early": _with_report(lambda m, r: m.with_functions(gather_early(m.main, r)), "gather_early"),
-    "sample_every_token": _with_report(
-        lambda m, r: m.with_functions(sample_every_token(m.main, r)), "sample_every_token"
-    ),
+    "sample_every_token": _with_report(_on_main(sample_every_token), "sample_every_token"),
     "inline_calls": _with_report(inline_calls, "inline_calls"),
     "fuse_norm_route": _with_report(_on_main(fuse_norm_route), "fuse_norm_route"),
     "fuse_qkv_attention": _with_report(_on_main(fuse_qkv_attention), "fuse_qkv_attention"),
