@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -150,8 +151,16 @@ def build_kernels(
             on_progress(done, total)
     elif orders:
         with ProcessPoolExecutor(min(workers, len(orders)), mp_context=get_context(_start_method())) as pool:
-            for future in as_completed([pool.submit(_job, order) for order in orders]):
-                future.result()
+            jobs = {pool.submit(_job, order): order[0] for order in orders}
+            for future in as_completed(jobs):
+                try:
+                    future.result()
+                except BrokenProcessPool as error:
+                    raise KernelBuildError(
+                        f"a compiler's process ended while {jobs[future].template} or another kernel was compiled for "
+                        f"{target.arch}: memory ran out, or Triton crashed. Try again with fewer kernels at once: "
+                        "taskset limits the cores that are used."
+                    ) from error
                 done += 1
                 on_progress(done, total)
     built = {s: _read(folder, k) for s, k in keys.items()}

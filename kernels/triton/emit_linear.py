@@ -181,11 +181,7 @@ def _gemv(e: BucketEmitter, it: Linear, x: Value | Typed, choice: Candidate) -> 
     a.constants["BN"] = bn
     if path == "gemv":
         columns = min(SCALE_COLUMNS, power_of_two(it.k))
-        rest = it.k > int(choice["pre"]) * int(choice["bk"])
-        ahead = power_of_two(it.k) if rest and _follows_attention(e, it.x) else 0
-        a.constants |= {
-            "T": e.bound(it.rows), "BK": choice["bk"], "PRE": choice["pre"], "SCALE_BK": columns, "AHEAD": ahead,
-        }  # fmt: skip
+        a.constants |= {"T": e.bound(it.rows), "BK": choice["bk"], "PRE": choice["pre"], "SCALE_BK": columns}
         programs = -(-it.n // bn)
     else:
         a.constants |= {"BK": max(32, power_of_two(it.k)), "STEPS": choice["steps"]}
@@ -199,15 +195,6 @@ def _gemv(e: BucketEmitter, it: Linear, x: Value | Typed, choice: Candidate) -> 
         num_warps=int(choice["warps"]),
         num_stages=1,
     )
-
-
-def _follows_attention(e: BucketEmitter, x: Value) -> bool:
-    """Whether x comes from attention, which at few tokens leaves memory idle: time to bring all of the weight nearer.
-
-    A candidate's own timing does not show it, since there the kernel before is the same kernel.
-    """
-    node = e.producer(e.ref(x).root)
-    return node is not None and node.op in ("paged_attention", "qkv_attention")
 
 
 def _skinny(e: BucketEmitter, it: Linear, x: Value | Typed, choice: Candidate) -> None:

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from .act import act
-from .ahead import warm
 from .experts import gated, rounded
 from .norm import _scaled
 
@@ -197,7 +196,6 @@ def gemv(
     T: tl.constexpr,  # 1 to 4
     BN: tl.constexpr, BK: tl.constexpr,
     PRE: tl.constexpr,  # tiles loaded before the wait, at most K / BK and 4
-    AHEAD: tl.constexpr,  # columns asked into L2 before the wait, a power of two or 0
     SCALE_BK: tl.constexpr,  # columns of a step of the norm's sum of squares
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr,
     OFFSET: tl.constexpr, ROUND_FIRST: tl.constexpr, PDL: tl.constexpr,
@@ -226,8 +224,6 @@ def gemv(
         p3 = weight_tile(w, row, 3 * BK, K, BK)
         if GATED:
             q3 = weight_tile(w_up, row, 3 * BK, K, BK)
-    if PDL and AHEAD > 0:
-        warm(w, row, 0, K, AHEAD, 1024 // x.dtype.element_ty.primitive_bitwidth)
     if PDL:
         tl.extra.cuda.gdc_wait()
     s0, s1, s2, s3 = 1.0, 1.0, 1.0, 1.0

@@ -99,7 +99,7 @@ def test_one_row(path: str, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["add", "norm, gated"])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [p for p, c in PATHS.items() if c["path"] != "skinny" or c["bm"] == 1])
 def test_one_row_f32(path: str, op: str) -> None:
     check(module_text(op, "f32"), 1, PATHS[path])
 
@@ -173,7 +173,7 @@ def test_gemv_writes_its_results_alone() -> None:
         {
             "x": x, "w": w, "bias": None, "residual": None, "addend": addend, "norm_weight": g, "total": total.tensor,
             "out": out.tensor, "rows": 2, "X_STRIDE": k, "R_STRIDE": n, "A_STRIDE": k, "N": n, "K": k, "T": 4, "BN": 4,
-            "BK": 32, "PRE": 1, "AHEAD": 0, "SCALE_BK": 64, "ACT": "identity", "LIMIT": 7.0, "ALPHA": 1.702, "GATED": False,
+            "BK": 32, "PRE": 1, "SCALE_BK": 64, "ACT": "identity", "LIMIT": 7.0, "ALPHA": 1.702, "GATED": False,
             "EPS": 1e-5, "OFFSET": 0.0, "ROUND_FIRST": False,
         },
     )  # fmt: skip
@@ -270,7 +270,7 @@ def test_cross_compiles(capability: int) -> None:
         "OFFSET": 0.0,
     }
     meta = cross_compile(
-        "linear:gemv", common | norm | {"ROUND_FIRST": True, "T": 1, "BN": 2, "BK": 256, "PRE": 1, "AHEAD": 1024, "SCALE_BK": 512},
+        "linear:gemv", common | norm | {"ROUND_FIRST": True, "T": 1, "BN": 2, "BK": 256, "PRE": 1, "SCALE_BK": 512},
         capability=capability, pdl=pdl,
     )  # fmt: skip
     assert meta["early"] == ([1] if pdl else [])
