@@ -117,6 +117,9 @@ def _read(folder: Path, key: str) -> Cubin | None:
     return Cubin(key, meta["name"], meta["num_warps"], meta["shared"], file, tuple(meta["early"]))
 
 
+SPAWNED_WORKERS = 4  # each has imported torch and Triton for itself
+
+
 def _start_method() -> str:
     """Forking is quick, but not for a process that has opened a GPU: then workers import everything again."""
     import torch
@@ -150,7 +153,9 @@ def build_kernels(
             done += 1
             on_progress(done, total)
     elif orders:
-        with ProcessPoolExecutor(min(workers, len(orders)), mp_context=get_context(_start_method())) as pool:
+        method = _start_method()
+        most = workers if method == "fork" else SPAWNED_WORKERS
+        with ProcessPoolExecutor(min(most, len(orders)), mp_context=get_context(method)) as pool:
             jobs = {pool.submit(_job, order): order[0] for order in orders}
             for future in as_completed(jobs):
                 try:
