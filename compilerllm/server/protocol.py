@@ -1,4 +1,4 @@
-"""Request bodies: what fields they may have, and how they become sampling parameters.
+"""Request bodies: fields that generating routes have in common, how bodies are read, and how they become sampling parameters.
 
 A field that is not listed is refused by name. Fields of OpenAI's or vLLM's API that we do not do yet are refused too,
 unless they hold the value that asks for nothing.
@@ -74,49 +74,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
-class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/chat/completions."""
-
-    messages: list[Any]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int = 0
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidParameter("top_logprobs needs logprobs to be true", "top_logprobs")
-        _check_top_logprobs(self.top_logprobs)
-        limit = self.max_tokens
-        if self.max_completion_tokens is not None:
-            limit = self.max_completion_tokens
-            if limit < 1:
-                message = f"max_completion_tokens must be at least 1, but is {limit}"
-                raise InvalidParameter(message, "max_completion_tokens")
-        return _sampling_params(self, limit, self.top_logprobs if self.logprobs else None, defaults)
-
-
-class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/completions. ``prompt``: a text, token ids, or a list of either."""
-
-    prompt: str | list[Any]
-    max_tokens: int = 16
-    logprobs: int | None = None
-
-    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        return _sampling_params(self, self.max_tokens, self.logprobs, defaults)
-
-    def prompts(self) -> list[object]:
-        """The prompts one by one."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise InvalidParameter("prompt is an empty list: give at least one prompt", "prompt")
-        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
-
-
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _R = TypeVar("_R", bound=GenerationRequest)
 
@@ -170,7 +127,7 @@ def _in_words(types: str) -> str:
     return " or ".join(_WORDS.get(kind, kind) for kind in types.split(" | ") if kind != "null")
 
 
-def _sampling_params(
+def sampling_params(
     request: GenerationRequest, max_tokens: int | None, logprobs: int | None, defaults: dict[str, Any]
 ) -> SamplingParams:
     chosen = {name: getattr(request, name) for name in _DEFAULTED if getattr(request, name) is not None}
@@ -199,7 +156,7 @@ def _read_bias(bias: dict[str, float]) -> dict[int, float]:
         raise InvalidParameter(f"logit_bias maps token ids to numbers: {error}", "logit_bias") from error
 
 
-def _check_top_logprobs(value: int) -> None:
+def check_top_logprobs(value: int) -> None:
     if not 0 <= value <= 20:
         raise InvalidParameter(f"top_logprobs must be from 0 to 20, but is {value}", "top_logprobs")
 

@@ -1,4 +1,4 @@
-"""Response bodies of chat and text completions, streamed and whole, as OpenAI's API and vLLM's shape them."""
+"""Bodies with choices, streamed and whole, as OpenAI's chat and text completions have them."""
 
 import time
 from abc import ABC, abstractmethod
@@ -7,15 +7,14 @@ from typing import Any
 
 import msgspec
 
+from compilerllm.server.chat import Message, Reader
 from compilerllm.server.generation import Generation
-from compilerllm.server.logprobs import CompletionLogprobs, chat_logprobs, join_parts
-from compilerllm.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from compilerllm.server.protocol import GenerationRequest
 from compilerllm.server.sse import event
 from compilerllm.text.output import TextDelta
-from compilerllm.text.tokenizer import Tokenizer
 
 
-class Shape(ABC):
+class Choices(ABC):
     """Turns one request's deltas into bodies. ``stream`` and ``whole`` are the two ways; each may be used once."""
 
     id_prefix: str
@@ -23,9 +22,10 @@ class Shape(ABC):
     chunk_name: str
 
     def __init__(
-        self, request: GenerationRequest, model: str, tokenizer: Tokenizer, generation: Generation
+        self, request: GenerationRequest, model: str, generation: Generation, reader: Reader | None = None
     ) -> None:
-        self._tokenizer, self._generation = tokenizer, generation
+        """``reader``: in place of the generation's own deltas."""
+        self._generation, self._reader = generation, reader or generation
         self._always, self._at_end = request.usage_always, request.usage_at_end
         self._head = {"id": self.id_prefix + generation.id, "created": int(time.time()), "model": model}
         self._fast = [self._fast_ends(i) for i in range(generation.num_sequences)] if request.stream else []
@@ -41,12 +41,16 @@ class Shape(ABC):
         """A streamed choice, without its finish."""
 
     @abstractmethod
-    def whole_choice(self, index: int, text: str, logprobs: list[Any]) -> dict[str, Any]:
+    def whole_choice(self, index: int, message: Message, logprobs: list[Any]) -> dict[str, Any]:
         """A finished choice, without its finish; ``logprobs`` are those of its deltas."""
 
     def opening(self) -> list[dict[str, Any]]:
         """Choices of the first events, before any token."""
         return []
+
+    def only_text(self, new: TextDelta) -> bool:
+        """Whether an unfinished delta brings nothing but text."""
+        return new.logprobs is None
 
     # streaming
 
@@ -55,7 +59,7 @@ class Shape(ABC):
         opening = [self._chunk(choice) for choice in self.opening()]
         if opening:
             yield b"".join(opening)
-        while added := await self._generation.read():
+        while added := await self._reader.read():
             events = [self._event(index, new) for index, new in added]
             if chunk := b"".join(events):
                 yield chunk
@@ -65,7 +69,7 @@ class Shape(ABC):
             )
 
     def _event(self, index: int, new: TextDelta) -> bytes:
-        if new.finish_reason is None and new.logprobs is None and not self._always:
+        if new.finish_reason is None and not self._always and self.only_text(new):
             if not new.text:
                 return b""  # held back
             before, after = self._fast[index]
@@ -93,12 +97,12 @@ class Shape(ABC):
     async def whole(self) -> bytes:
         """The response body when nothing more comes. Empty bytes if the client hung up meanwhile."""
         count = self._generation.num_sequences
-        texts: list[list[str]] = [[] for _ in range(count)]
+        messages = [Message() for _ in range(count)]
         logprobs: list[list[Any]] = [[] for _ in range(count)]
         finishes: list[dict[str, Any] | None] = [None] * count
-        while added := await self._generation.read():
+        while added := await self._reader.read():
             for index, new in added:
-                texts[index].append(new.text)
+                messages[index].add(new)
                 part = self.logprobs_of(index, new)
                 if part is not None:
                     logprobs[index].append(part)
@@ -108,7 +112,7 @@ class Shape(ABC):
         for index, finish in enumerate(finishes):
             if finish is None:
                 return b""
-            choices.append({**self.whole_choice(index, "".join(texts[index]), logprobs[index]), **finish})
+            choices.append({**self.whole_choice(index, messages[index], logprobs[index]), **finish})
         body = {
             **self._head,
             "object": self.object_name,
@@ -120,56 +124,3 @@ class Shape(ABC):
 
 def _finish(new: TextDelta) -> dict[str, Any]:
     return {"finish_reason": new.finish_reason, "stop_reason": new.stop_reason}
-
-
-class ChatShape(Shape):
-    id_prefix = "chatcmpl-"
-    object_name = "chat.completion"
-    chunk_name = "chat.completion.chunk"
-
-    def __init__(
-        self, request: ChatRequest, model: str, tokenizer: Tokenizer, generation: Generation
-    ) -> None:
-        self._top = request.top_logprobs
-        super().__init__(request, model, tokenizer, generation)
-
-    def opening(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        indices = range(self._generation.num_sequences)
-        return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in indices]
-
-    def logprobs_of(self, index: int, new: TextDelta) -> Any:
-        return chat_logprobs(new, self._tokenizer, self._top)
-
-    def chunk_choice(self, index: int, new: TextDelta, logprobs: Any) -> dict[str, Any]:
-        delta = {"content": new.text} if new.text or new.finish_reason is None else {}
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-    def whole_choice(self, index: int, text: str, logprobs: list[Any]) -> dict[str, Any]:
-        content = [token for part in logprobs for token in part["content"]]
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": {"content": content, "refusal": None} if logprobs else None,
-        }
-
-
-class CompletionShape(Shape):
-    id_prefix = "cmpl-"
-    object_name = chunk_name = "text_completion"
-
-    def __init__(
-        self, request: CompletionRequest, model: str, tokenizer: Tokenizer, generation: Generation
-    ) -> None:
-        count, top = generation.num_sequences, request.logprobs or 0
-        self._logprobs = [CompletionLogprobs(tokenizer, top) for _ in range(count)]
-        super().__init__(request, model, tokenizer, generation)
-
-    def logprobs_of(self, index: int, new: TextDelta) -> Any:
-        return self._logprobs[index].add(new)
-
-    def chunk_choice(self, index: int, new: TextDelta, logprobs: Any) -> dict[str, Any]:
-        return {"index": index, "text": new.text, "logprobs": logprobs, "finish_reason": None}
-
-    def whole_choice(self, index: int, text: str, logprobs: list[Any]) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": join_parts(logprobs) or None}

@@ -1,0 +1,1 @@
+"""What a model writes, taken apart while it comes: reasoning, answer, tool calls."""

@@ -1,0 +1,125 @@
+"""One turn of a chat, whatever API asks for it: from messages to a plan, from the output's text to its parts."""
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from compilerllm.parsing.parts import CallArguments, CallStart, Content, OutputParser, Part, Reasoning
+from compilerllm.sampling_params import SamplingParams
+from compilerllm.server.generation import Generation, Plan
+from compilerllm.server.service import Service
+from compilerllm.text.chat import render_chat
+from compilerllm.text.output import TextDelta
+
+MakeParser = Callable[[], OutputParser]  # a new one for each sequence
+
+
+@dataclass(frozen=True)
+class ChatAsk:
+    """What a chat-like API asks: the messages in OpenAI's shape, and how to go on from them.
+
+    param: the body's field that holds the messages, for errors. template: variables and options of the chat template.
+    parser: takes the output apart; None where all of it is the answer.
+    """
+
+    messages: list[Any]
+    params: SamplingParams
+    param: str = "messages"
+    cache_salt: str | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+    parser: MakeParser | None = None
+
+
+def plan_chat(service: Service, ask: ChatAsk) -> Plan:
+    """Render and encode the messages. In a thread. Raises ``InvalidParameter`` naming the message."""
+    text = render_chat(service.tokenizer, service.model, ask.messages, **ask.template)
+    # A chat template writes the special tokens itself.
+    return service.plan(
+        [text], ask.params, add_special_tokens=False, param=ask.param, cache_salt=ask.cache_salt
+    )
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """What is new of a tool call. ``call_id`` and ``name`` come with its first delta only."""
+
+    index: int
+    call_id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(slots=True)
+class ChatDelta(TextDelta):
+    """A step's addition to a message. ``text`` is the answer's; tokens and log-probabilities are those of all parts."""
+
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+class Reader(Protocol):
+    """Where shapes get their deltas from: a ``Generation``, or a ``ChatReader`` over one."""
+
+    async def read(self) -> Sequence[tuple[int, TextDelta]]: ...
+
+
+class ChatReader:
+    """A generation's deltas with each sequence's text taken apart; ``read`` as ``Generation.read``."""
+
+    def __init__(self, generation: Generation, make_parser: MakeParser) -> None:
+        self._generation = generation
+        self._parsers = [make_parser() for _ in range(generation.num_sequences)]
+        self._called = [False] * generation.num_sequences
+
+    async def read(self) -> list[tuple[int, ChatDelta]]:
+        return [(index, self._take_apart(index, new)) for index, new in await self._generation.read()]
+
+    def _take_apart(self, index: int, new: TextDelta) -> ChatDelta:
+        parser = self._parsers[index]
+        parts = parser.add(new.text)
+        reason = new.finish_reason
+        if reason is not None:
+            parts += parser.finish()
+        delta = ChatDelta("", new.token_ids, new.logprobs, reason, new.stop_reason)
+        for part in parts:
+            _put(delta, part)
+        self._called[index] |= bool(delta.calls)
+        if reason == "stop" and self._called[index]:
+            delta.finish_reason = "tool_calls"
+        return delta
+
+
+def _put(delta: ChatDelta, part: Part) -> None:
+    match part:
+        case Content(text):
+            delta.text += text
+        case Reasoning(text):
+            delta.reasoning += text
+        case CallStart(index, name, call_id):
+            delta.calls.append(CallDelta(index, call_id or "call_" + uuid.uuid4().hex[:24], name, ""))
+        case CallArguments(index, text):
+            if delta.calls and delta.calls[-1].index == index:
+                delta.calls[-1].arguments += text
+            else:
+                delta.calls.append(CallDelta(index, None, None, text))
+
+
+@dataclass
+class Message:
+    """A whole message, put together of its deltas."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def add(self, new: TextDelta) -> None:
+        self.text += new.text
+        if not isinstance(new, ChatDelta):
+            return
+        self.reasoning += new.reasoning
+        for call in new.calls:
+            if call.name is not None:
+                self.calls.append(CallDelta(call.index, call.call_id, call.name, call.arguments))
+            else:
+                self.calls[call.index].arguments += call.arguments

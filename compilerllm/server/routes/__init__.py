@@ -1,0 +1,1 @@
+"""One file an API: the bodies it takes, the bodies it gives, its routes. Each has ``add_routes(app, service)``."""

@@ -1,0 +1,138 @@
+"""/v1/chat/completions: an assistant's next message."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from compilerllm.errors import InvalidParameter
+from compilerllm.sampling_params import SamplingParams
+from compilerllm.server.chat import CallDelta, ChatAsk, ChatDelta, ChatReader, Message, plan_chat
+from compilerllm.server.generation import Generation, Plan
+from compilerllm.server.logprobs import chat_logprobs
+from compilerllm.server.protocol import GenerationRequest, check_top_logprobs, read_request, sampling_params
+from compilerllm.server.service import Service, body_schema
+from compilerllm.server.shapes import Choices
+from compilerllm.text.output import TextDelta
+from compilerllm.text.tokenizer import Tokenizer
+
+
+class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Any]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidParameter("top_logprobs needs logprobs to be true", "top_logprobs")
+        check_top_logprobs(self.top_logprobs)
+        limit = self.max_tokens
+        if self.max_completion_tokens is not None:
+            limit = self.max_completion_tokens
+            if limit < 1:
+                message = f"max_completion_tokens must be at least 1, but is {limit}"
+                raise InvalidParameter(message, "max_completion_tokens")
+        return sampling_params(self, limit, self.top_logprobs if self.logprobs else None, defaults)
+
+
+class ChatShape(Choices):
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        model: str,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        reader: ChatReader | None,
+    ) -> None:
+        self._tokenizer, self._top = tokenizer, request.top_logprobs
+        super().__init__(request, model, generation, reader)
+
+    def opening(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        indices = range(self._generation.num_sequences)
+        return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in indices]
+
+    def only_text(self, new: TextDelta) -> bool:
+        return new.logprobs is None and not (isinstance(new, ChatDelta) and (new.reasoning or new.calls))
+
+    def logprobs_of(self, index: int, new: TextDelta) -> Any:
+        return chat_logprobs(new, self._tokenizer, self._top)
+
+    def chunk_choice(self, index: int, new: TextDelta, logprobs: Any) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if isinstance(new, ChatDelta):
+            if new.reasoning:
+                delta |= _reasoning(new.reasoning)
+            if new.calls:
+                delta["tool_calls"] = [{"index": c.index, **_call(c)} for c in new.calls]
+        if new.text or (new.finish_reason is None and not delta):
+            delta["content"] = new.text
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def whole_choice(self, index: int, message: Message, logprobs: list[Any]) -> dict[str, Any]:
+        content = [token for part in logprobs for token in part["content"]]
+        body: dict[str, Any] = {"role": "assistant", "content": message.text, "refusal": None}
+        if message.reasoning:
+            body |= _reasoning(message.reasoning)
+        if message.calls:
+            body |= {"content": message.text or None, "tool_calls": [_call(c) for c in message.calls]}
+        return {
+            "index": index,
+            "message": body,
+            "logprobs": {"content": content, "refusal": None} if logprobs else None,
+        }
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """vLLM's name, and the older one that many clients read."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments}
+    if call.name is None:
+        return {"function": function}
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, **function}}
+
+
+def read_chat(service: Service, body: bytes) -> tuple[tuple[ChatRequest, ChatAsk], Plan]:
+    """The body checked, and what to run. In a thread."""
+    asked = read_request(body, ChatRequest)
+    service.check_model(asked.model)
+    ask = ChatAsk(
+        asked.messages,
+        asked.sampling_params(service.sampling_defaults),
+        cache_salt=asked.cache_salt,
+        template={
+            "add_generation_prompt": asked.add_generation_prompt,
+            "continue_final_message": asked.continue_final_message,
+        },
+    )
+    return (asked, ask), plan_chat(service, ask)
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    def shape(asked: tuple[ChatRequest, ChatAsk], generation: Generation) -> ChatShape:
+        request, ask = asked
+        reader = ChatReader(generation, ask.parser) if ask.parser is not None else None
+        return ChatShape(request, service.model, service.tokenizer, generation, reader)
+
+    async def complete_chat(request: Request) -> Response:
+        """Continue a chat with an assistant's message."""
+        return await service.generate(
+            request, lambda body: read_chat(service, body), shape, lambda asked: asked[0].stream
+        )
+
+    app.add_api_route(
+        "/v1/chat/completions", complete_chat, methods=["POST"], openapi_extra=body_schema(ChatRequest)
+    )

@@ -1,0 +1,176 @@
+"""What all routes share: the engine, the tokenizer, limits, metrics, and the way of a request from its body to its answer."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from compilerllm.errors import InvalidParameter
+from compilerllm.runtime.client import EngineClient
+from compilerllm.sampling_params import SamplingParams
+from compilerllm.server import metrics as metrics_module
+from compilerllm.server.config import ServerConfig
+from compilerllm.server.errors import BodyTooLarge, ModelNotFound, error_response
+from compilerllm.server.generation import Generation, Plan
+from compilerllm.server.protocol import sampling_defaults
+from compilerllm.server.sse import EventStream
+from compilerllm.server.streams import EngineStreams, watch_disconnect
+from compilerllm.text.prompts import encode_prompt, fit_params
+from compilerllm.text.tokenizer import Tokenizer
+
+_MAX_SEQUENCES = 1024  # prompts times n of one request
+_T = TypeVar("_T")
+
+
+class Shape(Protocol):
+    """Makes an API's bodies of a generation. ``stream`` and ``whole`` are the two ways; one of them is used, once."""
+
+    def stream(self) -> AsyncIterator[bytes]:
+        """Server-sent events, one or more whole ones an item."""
+        ...
+
+    async def whole(self) -> bytes:
+        """The response body when nothing more comes. Empty bytes if the client hung up meanwhile."""
+        ...
+
+
+class Service:
+    """What the routes share: engine, tokenizer, limits, metrics."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, config: ServerConfig, model: str) -> None:
+        self.client, self.tokenizer, self.config = client, tokenizer, config
+        self.model = model
+        self.created = int(time.time())
+        self.streams = EngineStreams(client)
+        self.metrics = metrics_module.Metrics(self.streams, client.ready, model)
+        self.sampling_defaults = sampling_defaults(tokenizer.generation_config)
+        # Own threads, and few: tokenization must neither block the loop nor take the cores from the engine.
+        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
+
+    @asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        self.streams.start()
+        try:
+            yield
+        finally:
+            await self.streams.stop()
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- from body to answer --------------------------------------------------------------------------------------
+
+    async def respond(self, answer: Callable[[], Any]) -> Response:
+        """The response that ``await answer()`` gives, or the refusal of what it raises."""
+        try:
+            response: Response = await answer()
+            return response
+        except ClientDisconnect:  # before the body was whole; nobody reads this
+            return Response(status_code=400)
+        except Exception as error:  # noqa: BLE001 - logged if unforeseen; raised, it would cost the connection
+            return error_response(error)
+
+    async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Run what takes long (parsing, templates, tokenization) beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def generate(
+        self,
+        request: Request,
+        read: Callable[[bytes], tuple[_T, Plan]],
+        shape: Callable[[_T, Generation], Shape],
+        streams: Callable[[_T], bool],
+    ) -> Response:
+        """Answer a request that generates: ``read`` checks the body and plans (in a thread), ``shape`` makes the body."""
+
+        async def answer() -> Response:
+            arrived = time.monotonic()
+            body = await read_body(request, self.config.max_body_bytes)
+            asked, plan = await self.in_thread(read, body)
+            generation = Generation(plan, self.streams, self.tokenizer, self.metrics, arrived)
+            shaped = shape(asked, generation)
+            if streams(asked):
+                return EventStream(generation, shaped.stream())
+            watcher = asyncio.create_task(watch_disconnect(request.receive, generation.feed))
+            try:
+                return Response(await shaped.whole(), media_type="application/json")
+            finally:
+                watcher.cancel()
+                generation.close()
+
+        return await self.respond(answer)
+
+    # -- in a thread ----------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        prompts: list[Any],
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool,
+        param: str,
+        cache_salt: str | None = None,
+    ) -> Plan:
+        """Prompts (texts or token ids) and how to continue them, checked against the model's context.
+
+        ``param`` is the body's field that an error names.
+        """
+        if len(prompts) * params.n > _MAX_SEQUENCES:
+            raise InvalidParameter(
+                f"prompts times n is {len(prompts) * params.n}, more than {_MAX_SEQUENCES}", "n"
+            )
+        limit = self.client.ready.max_model_len
+        encoded = [
+            encode_prompt(
+                self.tokenizer, p, add_special_tokens=add_special_tokens, param=param, max_model_len=limit
+            )
+            for p in prompts
+        ]
+        fitted = [fit_params(params, len(p.token_ids), limit, param) for p in encoded]
+        return Plan(encoded, fitted, cache_salt)
+
+    def check_model(self, asked: str | None) -> None:
+        """Raises ``ModelNotFound`` for another model's name."""
+        if asked is not None and asked != self.model:
+            raise ModelNotFound(asked, self.model)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request's body. Raises ``BodyTooLarge`` as soon as more than ``limit`` bytes are announced or have come."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        raise BodyTooLarge(limit)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise BodyTooLarge(limit)
+    return bytes(body)
+
+
+def body_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The OpenAPI description of a body that FastAPI does not parse itself, for a route's ``openapi_extra``."""
+    (schema,), parts = msgspec.json.schema_components([kind], ref_template="#/{name}")
+    schema = _inline(schema, parts)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inline(schema: Any, parts: dict[str, Any]) -> Any:
+    """``schema`` with references replaced by what they refer to, since a route's extra cannot add components."""
+    if isinstance(schema, list):
+        return [_inline(item, parts) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inline(parts[schema["$ref"].removeprefix("#/")], parts)
+    return {key: _inline(value, parts) for key, value in schema.items()}
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    """A JSON body, encoded by msgspec."""
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
