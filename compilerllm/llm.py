@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
+from compilerllm import compile_watch
 from compilerllm.config import EngineConfig
 from compilerllm.errors import GenerationFailed, InvalidParameter
 from compilerllm.ir.step import Executable
@@ -67,6 +68,7 @@ class LLM:
         from compilerllm.loading import find_artifact, load_engine_model, tokenizer_dir
         from compilerllm.runtime.engine import InProcessEngine
 
+        compile_watch.watch()
         config = EngineConfig.create(model=model, **options)
         start = time.perf_counter()
         found = find_artifact(config)

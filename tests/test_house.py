@@ -25,6 +25,7 @@ COMPILERS = ("triton", "sympy", "transformers", "torch._dynamo", "torch._inducto
 # its own unit included. ``compilerllm.kernels!`` stands for that module alone, without what it holds.
 FACTS = (
     "compilerllm!",
+    "compilerllm.compile_watch",
     "compilerllm.config",
     "compilerllm.environment",
     "compilerllm.errors",
@@ -46,6 +47,7 @@ SERVING = (
 COMPILER = (
     *SERVING,
     "compilerllm.compiler",
+    "compilerllm.keys",
     "compilerllm.cpu_artifact",
     "compilerllm.cuda_artifact",
     "compilerllm.measuring",
@@ -54,6 +56,7 @@ COMPILER = (
     "compilerllm.kernels",
     "compilerllm.models",
     "compilerllm.passes",
+    "compilerllm.validation",
 )
 RUNTIME = (*SERVING, "compilerllm.runtime", "compilerllm.loading")
 ARROWS: dict[str, tuple[str, ...]] = {
@@ -71,6 +74,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "compilerllm.kernels.spec",
     ),
     "compilerllm.errors": (),
+    "compilerllm.compile_watch": FACTS,
     "compilerllm.config": FACTS,
     "compilerllm.environment": FACTS,
     "compilerllm.sampling_params": FACTS,
@@ -96,7 +100,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.kernel_times": SERVING,
     "compilerllm.targets": SERVING,
     "compilerllm.planning": COMPILER,
+    "compilerllm.validation": COMPILER,
     "compilerllm.compiler": COMPILER,
+    "compilerllm.keys": COMPILER,
     "compilerllm.cpu_artifact": COMPILER,
     "compilerllm.cuda_artifact": COMPILER,
     "compilerllm.measuring": COMPILER,
@@ -108,6 +114,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 SERVE_TIME = (
     "compilerllm.artifact",
     "compilerllm.checkpoint",
+    "compilerllm.compile_watch",
     "compilerllm.compiled",
     "compilerllm.compiled_cuda",
     "compilerllm.config",

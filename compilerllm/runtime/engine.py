@@ -16,12 +16,14 @@ every read that was launched before.
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
+from compilerllm import compile_watch
 from compilerllm.config import CacheConfig, SchedulerConfig
 from compilerllm.errors import InvalidParameter, KVCacheTooSmall
 from compilerllm.ir.step import Bucket, Executable, Pending, Sampled, is_asynchronous
@@ -121,6 +123,7 @@ class InProcessEngine:
             blocks_total=pool.num_blocks,
             block_size=size,
             max_open_requests=scheduler.max_open_requests,
+            pid=os.getpid(),
             card={**self._facts.card, "KV blocks": blocks},
         )
 
@@ -242,7 +245,7 @@ class InProcessEngine:
 
     def stats(self) -> Stats:
         """The present load and counters since the start."""
-        return self.scheduler.stats(self._facts.compile_events)
+        return self.scheduler.stats({k: n for k, n in compile_watch.counts().items() if n})
 
 
 def widest_bucket(buckets: tuple[Bucket, ...]) -> Bucket | None:
@@ -260,6 +263,7 @@ def _count_blocks(model: Executable, cache: CacheConfig, longest: int, max_num_s
         longest,
         kv_cache_bytes=cache.kv_cache_bytes,
         num_blocks=cache.num_blocks,
+        memory_bytes=cache.memory_bytes,
     )
 
 

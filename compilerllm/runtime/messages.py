@@ -67,7 +67,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0
-    compile_events: int = 0
+    compile_events: dict[str, int] = {}  # by kind, in the engine's process; a warm one has none
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     target: str
     card: dict[str, str] = {}  # label -> text, in print order; the engine adds the lines about KV blocks
-    compile_events: int = 0  # programs compiled by this process since it started; 0 when warm
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -89,6 +88,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     blocks_total: int
     block_size: int
     max_open_requests: int | None = None  # running and waiting ones it takes; None = no limit
+    pid: int = 0  # the engine's process
     card: dict[str, str]  # label -> text, in print order: model, target, buckets, KV blocks, memory, compile
 
 

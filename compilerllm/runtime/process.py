@@ -21,6 +21,7 @@ from typing import NoReturn
 import msgspec
 import zmq
 
+from compilerllm import compile_watch
 from compilerllm.config import EngineConfig
 from compilerllm.errors import OUT_OF_MEMORY, CompilerLLMError
 from compilerllm.ir.step import Executable
@@ -48,6 +49,7 @@ def main() -> None:
     for ending in (signal.SIGINT, signal.SIGTERM):
         # Ctrl-C and service managers reach the whole group; the parent ends us once open requests have finished.
         signal.signal(ending, signal.SIG_IGN)
+    compile_watch.watch()
     directory, parent = Path(sys.argv[1]), int(sys.argv[2])
     life = _Lifeline(directory, parent)
     life.start()

@@ -14,7 +14,7 @@ request was checked at submission to fit the pool alone.
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from compilerllm.config import SchedulerConfig
 from compilerllm.ir.step import Bucket
@@ -384,7 +384,7 @@ class Scheduler:
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
-    def stats(self, compile_events: int = 0) -> Stats:
+    def stats(self, compile_events: Mapping[str, int] | None = None) -> Stats:
         """Counters since the start and the present load."""
         return Stats(
             num_running=len(self.running),
@@ -397,7 +397,7 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             steps=self._steps,
-            compile_events=compile_events,
+            compile_events=dict(compile_events or {}),
         )
 
     def check(self) -> None:

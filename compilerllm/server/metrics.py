@@ -1,5 +1,6 @@
 """Prometheus metrics, under vLLM's names with the prefix ``compilerllm:``."""
 
+import os
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -7,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from compilerllm import compile_watch
 from compilerllm.runtime.messages import Ready
 from compilerllm.server.streams import EngineStreams
 
@@ -80,10 +82,6 @@ class _EngineCollector(Collector):
             "prompt_tokens": ("Prompt tokens computed.", stats.prompt_tokens),
             "generation_tokens": ("Tokens generated.", stats.generation_tokens),
             "engine_steps": ("Steps the engine ran.", stats.steps),
-            "compile_events": (
-                "Compilations in the serving process; always 0 on a warm server.",
-                stats.compile_events,
-            ),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
@@ -93,6 +91,14 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+        events = CounterMetricFamily(
+            _PREFIX + "compile_events",
+            "Compilations by server and engine since their start; a warm server has none.",
+            labels=["model_name", "kind"],
+        )
+        for kind, value in self._compile_events().items():
+            events.add_metric([self._model, kind], value)
+        yield events
         info = GaugeMetricFamily(
             _PREFIX + "cache_config_info",
             "The KV cache.",
@@ -100,6 +106,12 @@ class _EngineCollector(Collector):
         )
         info.add_metric([self._model, str(ready.block_size), str(ready.blocks_total)], 1)
         yield info
+
+    def _compile_events(self) -> dict[str, int]:
+        """By kind, of this process and the engine's; an engine in this process has counted for both."""
+        engine = self._streams.stats.compile_events
+        here = self._ready.pid == os.getpid()
+        return compile_watch.add(engine, {} if here else compile_watch.counts())
 
 
 class Metrics:
