@@ -2,10 +2,11 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compilerllm.environment import cache_dir
 from compilerllm.ir.graph import Module
@@ -17,6 +18,12 @@ from compilerllm.kernels.cutlass.supply import Supply
 from compilerllm.kernels.groups import state_entries
 from compilerllm.kernels.launch.gpu.program import samples_all
 from compilerllm.kernels.triton.target import CudaTarget
+
+if TYPE_CHECKING:
+    from compilerllm.passes.pipeline import GraphPass
+    from compilerllm.passes.report import PassReport
+
+    OnRewrite = Callable[[Module, PassReport], None]
 
 NORM_LINEAR_TOKENS = 64  # up to so many tokens a linear's kernel may norm its input itself
 NORM_ROUTE_TOKENS = 8  # up to so many the norm, the router's product and the routing are one kernel
@@ -39,35 +46,57 @@ def cuda_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
     return (*(Bucket(s, s, s, 1) for s in decode), *mixed)
 
 
-def prepare_bucket(module: Module, bucket: Bucket) -> Module:
-    """What the graph of one bucket has beyond the others': early gathers, norms inside small linears, whole decodes."""
+def bucket_passes(bucket: Bucket) -> "list[GraphPass]":
+    """The rewrites that pay at the bucket's size, in order: early gathers, norms inside small linears, whole decodes."""
     from compilerllm.passes.fuse_norm_linear import fuse_norm_linear
     from compilerllm.passes.fuse_norm_route import fuse_norm_route
     from compilerllm.passes.fuse_qkv_attention import fuse_qkv_attention
     from compilerllm.passes.gather_early import gather_early
-    from compilerllm.passes.report import PassReport
     from compilerllm.passes.sample_every_token import sample_every_token
 
-    main = module.main
+    passes: list[GraphPass] = []
     if bucket.max_query > 1:
-        main = gather_early(main, PassReport("gather_early"))
+        passes.append(gather_early)
     elif samples_all(bucket):
-        main = sample_every_token(main, PassReport("sample_every_token"))
+        passes.append(sample_every_token)
     if bucket.tokens <= NORM_LINEAR_TOKENS:
-        main = fuse_norm_linear(main, PassReport("fuse_norm_linear"))
+        passes.append(fuse_norm_linear)
     if bucket.tokens <= NORM_ROUTE_TOKENS:
-        main = fuse_norm_route(main, PassReport("fuse_norm_route"))
+        passes.append(fuse_norm_route)
     if bucket.max_query == 1:
-        main = fuse_qkv_attention(main, PassReport("fuse_qkv_attention"))
-    return module if main is module.main else module.with_functions(main)
+        passes.append(fuse_qkv_attention)
+    return passes
 
 
-def flat_module(module: Module) -> Module:
+def prepare_bucket(module: Module, bucket: Bucket, on_rewrite: "OnRewrite | None" = None) -> Module:
+    """What the graph of one bucket has beyond the others'. ``on_rewrite`` is called after each pass with what it made."""
+    from compilerllm.passes.report import PassReport
+
+    for run in bucket_passes(bucket):
+        report = PassReport(run.__name__, module.main.name)
+        start = time.perf_counter()
+        main = run(module.main, report)
+        report.seconds = time.perf_counter() - start
+        module = module if main is module.main else module.with_functions(main)
+        if on_rewrite is not None:
+            on_rewrite(module, report)
+    return module
+
+
+def flat_module(module: Module, on_rewrite: "OnRewrite | None" = None) -> Module:
     """The module as CUDA programs are emitted from: calls inlined, routing fused."""
     from compilerllm.passes.fuse_route import fuse_route
     from compilerllm.passes.inline_calls import inline_calls
+    from compilerllm.passes.report import PassReport
 
-    return fuse_route(inline_calls(module))
+    for run in (inline_calls, fuse_route):
+        report = PassReport(run.__name__)
+        start = time.perf_counter()
+        module = run(module, report)
+        report.seconds = time.perf_counter() - start
+        if on_rewrite is not None:
+            on_rewrite(module, report)
+    return module
 
 
 def write_cuda(

@@ -18,6 +18,7 @@ Targets whose programs are lists of launches want it: a bucket's rewrites may th
 weight reads over the whole step is plain to see.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from compilerllm.ir.builder import Builder
@@ -57,13 +58,14 @@ def _inline(b: Builder, call: Node, callee: Graph, outer: dict[Value, Value]) ->
     for state in callee.states:
         table[state] = b.state(state_name(state.name, suffix), state.state)
     for node in callee.nodes:
-        _copy(b, node, table)
+        _copy(b, node, table, prefix)
     outer.update(zip(call.outputs, (table[v] for v in callee.outputs), strict=True))
 
 
-def _copy(b: Builder, node: Node, table: dict[Value, Value]) -> None:
-    """The node under fresh names; its types are the same, so nothing is inferred again."""
+def _copy(b: Builder, node: Node, table: dict[Value, Value], prefix: str = "") -> None:
+    """The node under fresh names, its module's path under ``prefix``; its types are the same: nothing is inferred again."""
     inputs = tuple(None if v is None else table[v] for v in node.inputs)
     outputs = tuple(Value(b.fresh(v.name), v.type) for v in node.outputs)
-    b.append(Node(node.op, inputs, node.attrs, outputs, node.origin))
+    path = join_name(prefix, node.origin.path) if node.origin.path else prefix
+    b.append(Node(node.op, inputs, node.attrs, outputs, replace(node.origin, path=path)))
     table.update(zip(node.outputs, outputs, strict=True))

@@ -16,6 +16,7 @@ from compilerllm.ir.graph import Graph, Module, Node, Value
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import print_node
 from compilerllm.ir.types import StateType, StepType
+from compilerllm.kernels.costs import node_cost
 from compilerllm.kernels.cutlass.supply import NONE as NO_CUTLASS
 from compilerllm.kernels.cutlass.supply import Supply
 from compilerllm.kernels.errors import UnsupportedByTarget
@@ -32,7 +33,6 @@ from compilerllm.kernels.triton.calls import (
     Rows,
     Typed,
 )
-from compilerllm.kernels.triton.costs import node_cost
 from compilerllm.kernels.triton.source import ConstValue, KernelSource, argument_names
 from compilerllm.kernels.triton.target import CudaTarget
 
@@ -309,7 +309,7 @@ class BucketEmitter:
         path = node.origin.path
         label = f"{print_node(node).strip()[:160]}" + (f"  [{path}]" if path else "")
         first = not self.out.calls or self.out.calls[-1].node != self._node
-        cost = node_cost(node, self._bounds) if first else NO_COST
+        cost = node_cost(node, self._bounds, self.module) if first else NO_COST
         self.out.calls.append(
             Call(source, library, types, fixed, (x, y, z), args, self._node, label, spec, cost)
         )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from compilerllm.ir.dims import Dim, substitute
-from compilerllm.ir.graph import Node
+from compilerllm.ir.graph import Module, Node
 from compilerllm.ir.op import lookup
 from compilerllm.ir.types import StateType, TensorType
 from compilerllm.kernels.launch.dtypes import ITEM_BYTES
@@ -13,9 +13,9 @@ from compilerllm.kernels.launch.gpu.program import Cost
 _GATHERS = frozenset(("embedding", "gather_rows"))
 
 
-def node_cost(node: Node, bounds: Mapping[str, Dim]) -> Cost:
+def node_cost(node: Node, bounds: Mapping[str, Dim], module: Module | None = None) -> Cost:
     """Bytes and operations of a node at the bucket's bounds. Experts: those that so many tokens hit on average, if routing
-    is uniform."""
+    is uniform. module: where the function of a group is; without it a group counts its bytes alone."""
     operands = [v for v in node.operands if isinstance(v.type, TensorType)]
     read = operands[:1] if node.op in _GATHERS else operands
 
@@ -24,6 +24,8 @@ def node_cost(node: Node, bounds: Mapping[str, Dim]) -> Cost:
 
     nbytes = sum(number(v.tensor.nbytes) for v in (*read, *node.outputs))
     flops = lookup(node.op).flops(node)
+    if node.op == "group" and module is not None:
+        flops = sum((lookup(n.op).flops(n) for n in module.functions[node.fn].nodes), start=flops)
     if node.op in _GATHERS:
         nbytes += number(node.output.tensor.nbytes)
     if node.op == "experts":
