@@ -3,10 +3,15 @@
 ``manifest.json`` is written last, so a folder without one is an unfinished build and counts as missing. Folders are
 named by key; a build happens in a temporary folder beside them and is renamed into place, so that parallel builders
 and a killed one leave whole artifacts only.
+
+An artifact holds nothing of when, where or by whom it was built: equal inputs give equal bytes, and ``id``, the hash of
+the manifest with every file's hash in it, is its content address. How long a build took is in a file beside it.
 """
 
 import contextlib
+import hashlib
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -18,8 +23,10 @@ from compilerllm.environment import cache_dir
 from compilerllm.errors import CompilerLLMError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _STALE_SECONDS = 24 * 3600
+# Files whose hash was found right by this process -> (size, time of change, inode) they had then.
+_verified: dict[tuple[Path, str], tuple[int, int, int]] = {}
 
 
 class ArtifactInvalid(CompilerLLMError):
@@ -35,39 +42,111 @@ def artifact_path(key: str) -> Path:
     return cache_dir() / "artifacts" / key
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest, or None where there is no finished artifact. Raises ``ArtifactInvalid`` for a damaged one."""
+def log_path(artifact: Path) -> Path:
+    """Where the build's times are: beside the artifact, since they differ from build to build."""
+    return artifact.with_name(artifact.name + ".log.json")
+
+
+def read_log(artifact: Path) -> dict[str, Any]:
+    """``seconds`` by stage and ``passes``' seconds of the build that made this artifact here; empty where none is known."""
+    try:
+        log = json.loads(log_path(artifact).read_text())
+    except (OSError, ValueError):  # it came from elsewhere, or somebody cleaned up: nothing depends on it
+        return {}
+    return log if isinstance(log, dict) else {}
+
+
+def write_log(artifact: Path, log: Mapping[str, Any]) -> None:
+    """Put the build's times beside the artifact; a later build of the same key replaces them."""
+    path = log_path(artifact)
+    part = path.with_name(f".{artifact.name[:12]}-{os.getpid()}.log")
+    with contextlib.suppress(OSError):  # nothing depends on it, so a disk that is full by now is no error
+        part.write_text(json.dumps(log, indent=1, sort_keys=True) + "\n")
+        part.replace(path)
+
+
+def read_manifest(folder: Path, verify: bool = True) -> dict[str, Any] | None:
+    """The manifest, or None where there is no finished artifact. Raises ``ArtifactInvalid`` for a damaged one.
+
+    verify: also hash every file, each once in a process while it does not change. Sizes are always compared.
+    """
     path = folder / MANIFEST
     if not path.exists():
         return None
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ArtifactInvalid(
-            f"{path} cannot be read ({error}). Delete {folder} to build it again."
-        ) from error
+        raise ArtifactInvalid(f"{path} cannot be read ({error}). {_remedy(folder)}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
         raise ArtifactInvalid(
-            f"{path} has another format than this version's ({FORMAT}). Delete {folder} to build it again."
+            f"{path} has format {found}, another than this version's ({FORMAT}). {_remedy(folder)}"
         )
-    for name, size in manifest.get("files", {}).items():
-        file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:  # a library that breaks off would end the process at its first call
-            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise ArtifactInvalid(f"{file} {state}. Delete {folder} to build it again.")
+    if manifest.get("id") != manifest_id(manifest):
+        raise ArtifactInvalid(f"{path} was changed after it was written. {_remedy(folder)}")
+    for name, entry in manifest["files"].items():
+        _check_file(folder, name, entry, verify)
     return manifest
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest, with the sizes of the files that are there. The last step of a build."""
+def _check_file(folder: Path, name: str, entry: Mapping[str, Any], verify: bool) -> None:
+    """Raises ``ArtifactInvalid`` where a file is not what the manifest says."""
+    file = folder / name
+    try:
+        state = file.stat()
+        if (
+            not file.is_file() or state.st_size != entry["bytes"]
+        ):  # a library that breaks off would end the process
+            raise ArtifactInvalid(
+                f"{file} has {state.st_size} bytes instead of {entry['bytes']}. {_remedy(folder)}"
+            )
+        seen = state.st_size, state.st_mtime_ns, state.st_ino
+        if not verify or _verified.get((file, entry["sha256"])) == seen:
+            return
+        if file_sha256(file) != entry["sha256"]:
+            raise ArtifactInvalid(
+                f"{file} does not have the bytes it was written with (its SHA-256 differs). {_remedy(folder)}"
+            )
+    except FileNotFoundError as error:
+        raise ArtifactInvalid(f"{file} is missing. {_remedy(folder)}") from error
+    except OSError as error:
+        raise ArtifactInvalid(
+            f"{file} cannot be read: {error.strerror or error}. {_remedy(folder)}"
+        ) from error
+    _verified[file, entry["sha256"]] = seen
+
+
+def _remedy(folder: Path) -> str:
+    return f"Delete {folder} to build it again."
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """One spelling for equal values: what hashes are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def manifest_id(manifest: Mapping[str, Any]) -> str:
+    """The content address: SHA-256, hex, of the manifest without ``id``."""
+    return hashlib.sha256(canonical_json({k: v for k, v in manifest.items() if k != "id"})).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the manifest, with size and hash of the files that are there. The last step of a build; gives what was written."""
     files = {
-        path.relative_to(folder).as_posix(): path.stat().st_size
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path != folder / MANIFEST
     }
-    text = json.dumps({**manifest, "format": FORMAT, "files": files}, indent=1, sort_keys=True)
-    (folder / MANIFEST).write_text(text)
+    whole: dict[str, Any] = json.loads(canonical_json({**manifest, "format": FORMAT, "files": files}))
+    whole["id"] = manifest_id(whole)
+    (folder / MANIFEST).write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n")
+    return whole
 
 
 def opaque_line(manifest: Mapping[str, Any]) -> str:
@@ -102,6 +181,9 @@ def building(key: str) -> Iterator[Path]:
         _sweep(target.parent)
         _sweep(cache_dir() / "libraries")
         scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{key[:12]}-"))
+        scratch.chmod(
+            target.parent.stat().st_mode & 0o777
+        )  # whoever may read the cache may read what is in it
     except OSError as error:
         raise CacheUnusable(
             f"cannot write the artifact cache {target.parent}: {error.strerror or error}. "

@@ -29,12 +29,13 @@ from compilerllm.kernels.launch.gpu import memory
 from compilerllm.kernels.launch.gpu.backend import Backend, BoundPlan, CudaBackend
 from compilerllm.kernels.launch.gpu.driver import KernelFault
 from compilerllm.kernels.launch.gpu.graphs import GraphSet, OnCapture, Recipe, captured_buckets
-from compilerllm.kernels.launch.gpu.memory import MemoryPlan
+from compilerllm.kernels.launch.gpu.memory import CUDA, PLAIN, ModelSizes, ProgramSizes
 from compilerllm.kernels.launch.gpu.parameters import Placement, load_parameters
 from compilerllm.kernels.launch.gpu.program import Addresses, Kernel, Launch, Program, samples_all
 from compilerllm.kernels.launch.gpu.sampler import SamplerMaker, StepSampler
-from compilerllm.kernels.launch.gpu.sampling import GpuSampler
-from compilerllm.kernels.launch.gpu.steps import RING, StepStage, step_bytes
+from compilerllm.kernels.launch.gpu.sampling import BIASES, TABLES, GpuSampler
+from compilerllm.kernels.launch.gpu.steps import RING, StepStage
+from compilerllm.kernels.launch.memory_plan import MemoryPlan
 from compilerllm.kernels.launch.packing import ParameterSpec
 from compilerllm.kernels.launch.weights import DummySource, WeightSource
 
@@ -108,9 +109,10 @@ class CudaModel:
         )
         self.sampling = read_program(folder, manifest, "sampling") if "sampling" in manifest else None
         self._make_sampler: SamplerMaker = sampler or self._own_sampler
+        self._logits_dtype = TORCH_DTYPES[manifest.get("logits_dtype", "f32")]
+        self.sizes = self._sizes()
         self._backend = backend
         self._loaded = backend.load(self.program, folder)
-        self._logits_dtype = TORCH_DTYPES[manifest.get("logits_dtype", "f32")]
         self._weights: torch.Tensor | None = None
         self._params: Mapping[str, int] = {}
         self._plans: dict[int, BoundPlan] = {}
@@ -128,11 +130,14 @@ class CudaModel:
         options: CudaOptions = DEFAULT_OPTIONS,
         sampler: SamplerMaker | None = None,
         on_progress: OnBytes | None = None,
+        memory: int | None = None,
     ) -> "CudaModel":
         """Open the artifact in ``folder``, put its weights on the device, and reserve a step's memory.
 
-        Raises ``ArtifactInvalid``, ``ArtifactError``, the driver's errors (``NoGpu``, ``DriverTooOld``, ``WrongDevice``,
-        ``MissingKernel``, ``DeviceOutOfMemory``) and the weight source's. ``on_progress`` gets bytes done and in all.
+        ``memory``: bytes that the process may take of the device; the plan is held against them and against what is
+        free before anything is allocated. Raises ``DoesNotFit``, ``ArtifactInvalid``, ``ArtifactError``, the driver's
+        errors (``NoGpu``, ``DriverTooOld``, ``WrongDevice``, ``MissingKernel``, ``DeviceOutOfMemory``) and the weight
+        source's. ``on_progress`` gets bytes done and in all.
         """
         manifest = read_manifest(folder)
         if manifest is None:
@@ -144,6 +149,7 @@ class CudaModel:
         if backend is None:
             backend = CudaBackend(int(manifest["capability"]))
         model = CudaModel(folder, manifest, backend, options, sampler)
+        model._hold_to_plan(memory)
         made_up = options.made_up_on_device and isinstance(source, DummySource)
         start = time.perf_counter()
         model._weights, model._params = load_parameters(
@@ -164,19 +170,37 @@ class CudaModel:
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
+    def _hold_to_plan(self, allowed: int | None) -> None:
+        """Check the plan before the first allocation, and hold every later one to it. Raises ``DoesNotFit``."""
+        plan = self.memory_plan()
+        plan.check(self._backend.memory()[0], "is free on the GPU", taken=True)
+        if allowed is not None:
+            plan.check(allowed, "--memory allows")
+        limits = memory.allocated(plan)
+        if allowed is None:
+            del limits[BIASES]  # nothing was promised: as much as the device has
+        if self._own_sampler != self._make_sampler:
+            del limits[TABLES]
+        self._backend.ledger.hold(limits)
+
     def _reserve(self) -> None:
         """What every step writes, shared by all buckets: it runs one step at a time."""
-        plan, backend = self.memory_plan(), self._backend
-        self._arena = backend.allocate(plan.arena, "intermediate values")
-        self._logits_memory = backend.allocate(plan.logits, "logits")
-        self._counters = backend.allocate(4 * max(1, self.program.counters), "counters")
+        backend = self._backend
+        self._arena = backend.allocate(self.sizes.arena, "intermediate values")
+        self._logits_memory = backend.allocate(self.sizes.logits, "logits")
+        self._counters = backend.allocate(4 * max(1, self.program.counters), "intermediate values")
         backend.do(lambda: void(self._counters.zero_()))
-        self._stage = StepStage(backend, self.buckets, len(self.groups), self._table_columns)
+        self._stage = StepStage(
+            backend, self.buckets, len(self.groups), memory.table_columns(self.max_model_len)
+        )
         self._ends = cycle([backend.mark() for _ in range(RING)])  # of steps that sample nothing
 
-    @property
-    def _table_columns(self) -> int:
-        return -(-self.max_model_len // memory.BLOCK_SIZE)
+    def _sizes(self) -> ModelSizes:
+        return ModelSizes(
+            ProgramSizes.of(self.program), None if self.sampling is None else ProgramSizes.of(self.sampling),
+            self.placement.nbytes, self.vocab_size, self._logits_dtype.itemsize, len(self.groups), self.max_model_len,
+            code_bytes(self.manifest), self._uses_graphs, self.options.max_graph_tokens,
+        )  # fmt: skip
 
     @property
     def _captured(self) -> list[int]:
@@ -187,56 +211,42 @@ class CudaModel:
         return self.options.graphs and not self.options.check_launches
 
     def memory_plan(self, max_num_seqs: int | None = None) -> MemoryPlan:
-        """Predicted bytes of everything but KV blocks, from the manifest alone."""
-        rows = max(b.rows for b in self.buckets)
-        slots = max_num_seqs or max(b.sequences for b in self.buckets)
-        launches = {i: len(self.program.plans[i].launches) for i in self._captured}
-        decode = [i for i in self._captured if self.buckets[i].max_query == 1]
-        nodes = [
-            *launches.values(),
-            *(launches[i] + n for i in decode for n in self._variant_nodes().values()),
-        ]
-        files = self.manifest.get("files", {})
-        return MemoryPlan(
-            weights=self.placement.nbytes,
-            arena=max(p.arena_bytes for p in self.program.plans),
-            logits=rows * self.vocab_size * self._logits_dtype.itemsize,
-            steps=step_bytes(self.buckets, len(self.groups), self._table_columns),
-            tables=4 * self.program.counters
-            + (memory.sampler_bytes(self.sampling, rows, slots) if self.sampling is not None else 0),
-            kernels=sum(size for name, size in files.items() if name.endswith(".cubin")),
-            library=memory.LIBRARY_BYTES if memory.uses_library(self.program) else 0,
-            graphs=memory.graph_bytes(nodes),
-        )
+        """Predicted bytes of everything but KV blocks, from the artifact alone."""
+        overhead = CUDA if self._backend.shares_device else PLAIN
+        return memory.plan_model(self.sizes, max_num_seqs, overhead)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights on the device."""
         return self.placement.nbytes
 
-    def state_budget(self, utilization: float, max_num_seqs: int) -> int:
-        """Bytes that KV blocks may take, after ``load`` and before ``allocate``. Raises ``NoRoomForStates``.
-
-        ``utilization`` is the share of the device's memory that the process may use in all.
-        """
-        plan = self.memory_plan(max_num_seqs)
-        free, total = self._backend.memory()
-        return memory.state_budget(total, free, utilization, plan.graphs + plan.tables + plan.library)
-
     def count_blocks(
         self, utilization: float, max_num_seqs: int, max_model_len: int, *,
-        kv_cache_bytes: int | None = None, num_blocks: int | None = None,
+        kv_cache_bytes: int | None = None, num_blocks: int | None = None, memory_bytes: int | None = None,
     ) -> int:  # fmt: skip
-        """Blocks of each paged group that fit. Raises ``NoRoomForStates``."""
-        budget = self.state_budget(utilization, max_num_seqs)
-        if kv_cache_bytes is not None:
-            if kv_cache_bytes > budget:
-                raise memory.NoRoomForStates(
-                    f"--kv-cache-bytes asks for {kv_cache_bytes / 2**20:,.0f} MiB, {budget / 2**20:,.0f} MiB of GPU memory "
-                    "are left. Lower it, or raise --memory-utilization."
-                )
-            budget = kv_cache_bytes
-        return memory.count_blocks(budget, self.groups, max_num_seqs, max_model_len, num_blocks)
+        """Blocks of each paged group that fit, after ``load`` and before ``allocate``. Raises ``NoRoomForStates``.
+
+        ``utilization`` is the share of the device's memory that the process may use in all; ``memory_bytes`` in its
+        place are what it may use by the plan.
+        """
+        plan, (free, total) = self.memory_plan(max_num_seqs), self._backend.memory()
+        to_come = plan["graphs"] + plan[TABLES] + plan["library workspace"] + plan[BIASES]
+        flag = "--memory-utilization"
+        if memory_bytes is None:
+            budget = memory.state_budget(total, free, utilization, to_come)
+        else:
+            flag, granule = "--memory", CUDA.granule if self._backend.shares_device else PLAIN.granule
+            budget = memory.planned_budget(plan, memory_bytes, granule)
+        budget = memory.limit_bytes(budget, kv_cache_bytes, flag)
+        blocks = memory.count_blocks(budget, self.groups, max_num_seqs, max_model_len, num_blocks, flag)
+        nbytes = memory.state_offsets(self.manifest["states"], blocks)[1]
+        if memory_bytes is not None and nbytes > free - to_come:
+            raise memory.NoRoomForStates(
+                f"--memory allows {blocks} KV blocks, {nbytes / 2**20:,.0f} MiB, but {(free - to_come) / 2**20:,.0f} MiB of "
+                "GPU memory are free beside what else is planned. Lower --memory, or free memory (nvidia-smi shows who "
+                "has it)."
+            )
+        return blocks
 
     def allocate(
         self, num_blocks: int, max_num_seqs: int, on_capture: OnCapture | None = None
@@ -244,13 +254,12 @@ class CudaModel:
         """Reserve ``num_blocks`` KV blocks in each group and the sampling tables, then capture the graphs. Once."""
         backend, self.num_blocks = self._backend, num_blocks
         backend.attach()
-        sizes = [memory.state_block_bytes(s) * num_blocks for s in self.manifest["states"]]
-        starts = np.cumsum([0, *(-(-size // 256) * 256 for size in sizes)]).tolist()
-        self._states = backend.allocate(starts[-1], "KV cache")
+        starts, nbytes = memory.state_offsets(self.manifest["states"], num_blocks)
+        self._states = backend.allocate(nbytes, "KV cache")
         backend.do(lambda: void(self._states.zero_()))  # masked lanes of a block must not be NaN
         self._state_addresses = {
             s["name"]: self._states.data_ptr() + at
-            for s, at in zip(self.manifest["states"], starts, strict=False)
+            for s, at in zip(self.manifest["states"], starts, strict=True)
         }
         rows = max(b.rows for b in self.buckets)
         self._logits = backend.tensor(
@@ -271,7 +280,7 @@ class CudaModel:
 
     def _capture(self, on_capture: OnCapture | None) -> None:
         """Run every captured bucket once on an empty step, launch by launch, then capture them all."""
-        start, nodes = time.perf_counter(), self._variant_nodes()
+        start, nodes = time.perf_counter(), memory.variant_nodes(self.sizes.sampling)
         recipes = []
         for bucket in self._captured:
             plan, b = self._plan(bucket), self.buckets[bucket]
@@ -290,11 +299,6 @@ class CudaModel:
         first = time.perf_counter()
         self.graphs.capture(self._backend, recipes, on_capture)
         self.start_seconds |= {"first runs": first - start, "capture": time.perf_counter() - first}
-
-    def _variant_nodes(self) -> dict[str, int]:
-        """Launches of each variant of sampling that a graph may have joined to it."""
-        plans = self.sampling.plans if self.sampling is not None else ()
-        return {p.variant: len(p.launches) for p in plans if p.variant in GpuSampler.variants}
 
     def _row_slots(self, bucket: int) -> int:
         return self._stage.address + self._stage.offsets(bucket)["row_slots"]
@@ -442,6 +446,17 @@ def read_program(folder: Path, manifest: Mapping[str, Any], part: str = "program
             f"{path} cannot be read ({error}). Delete {folder} to build it again."
         ) from error
     return Program.from_json(entry)
+
+
+def code_bytes(manifest: Mapping[str, Any]) -> int:
+    """Bytes of an artifact's cubins."""
+    files = manifest.get("files", {}).items()
+    sizes = (
+        entry["bytes"] if isinstance(entry, dict) else entry
+        for name, entry in files
+        if name.endswith(".cubin")
+    )
+    return sum(map(int, sizes))
 
 
 def _size(bucket: Bucket) -> tuple[int, int, int, int]:

@@ -5,8 +5,6 @@ it. ``build`` is the child's work and imports the compiler; nothing else here do
 """
 
 import dataclasses
-import hashlib
-import importlib.metadata
 import json
 import signal
 import subprocess
@@ -20,17 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from compilerllm import __version__
-from compilerllm.artifact import FORMAT, artifact_path, building, read_manifest, write_manifest
+from compilerllm.artifact import artifact_path, building, read_manifest, write_log, write_manifest
 from compilerllm.config import EngineConfig
 from compilerllm.cpu_artifact import write_cpu
 from compilerllm.environment import cache_dir
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket
 from compilerllm.kernels.cpu.target import CpuTarget, UnknownTarget, find_target
-from compilerllm.kernels.launch.files import GgufFile, read_safetensors
 from compilerllm.kernels.triton.target import TARGETS as CUDA_TARGETS
 from compilerllm.kernels.triton.target import CudaTarget, find_cuda_target
-from compilerllm.kernels.tuning import tuning_digest
+from compilerllm.keys import Key, semantic_key
 from compilerllm.targets import is_cuda, target_name
 
 if TYPE_CHECKING:
@@ -47,10 +44,6 @@ STAGES = {
     "opaque": 0.0,
     "save": 0.15,
 }
-# Files that say what a checkpoint is, beside the headers of its weights.
-_DESCRIPTIONS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-)  # fmt: skip
 OnStage = Callable[[str], None]
 
 
@@ -61,6 +54,10 @@ class CompileFailed(CompilerLLMError):
         super().__init__(message)
         if printed:
             self.add_note(f"The compiler's process printed:\n{printed}")
+
+
+class UnsupportedWeights(CompilerLLMError):
+    """Weights in a form that the target's kernels do not read."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,12 @@ class CompileRequest:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     load_format: Literal["auto", "dummy"] = "auto"
+    skip_passes: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "CompileRequest":
+        """From what ``dataclasses.asdict`` gave, by way of JSON."""
+        return CompileRequest(**data | {"skip_passes": tuple(data.get("skip_passes", ()))})
 
     @staticmethod
     def of(config: EngineConfig, target: str | None = None) -> "CompileRequest":
@@ -114,50 +117,17 @@ def make_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
     return (*decode, *(Bucket(t, min(t, max_num_seqs), t, t) for t in tokens))
 
 
-def fingerprint(place: Path) -> str:
-    """Hash of what a checkpoint says of itself: configuration and tensor headers, not the weights and not its path."""
-    digest = hashlib.sha256()
-    if place.is_file() and place.suffix == ".gguf":
-        digest.update(GgufFile(place).header())
-        return digest.hexdigest()
-    for name in _DESCRIPTIONS:
-        path = place / name
-        digest.update(name.encode() + b"\0" + (path.read_bytes() if path.exists() else b"-") + b"\0")
-    for path in sorted(place.glob("*.safetensors")):
-        _, tensors = read_safetensors(path)
-        digest.update(json.dumps({n: [t.dtype, list(t.shape)] for n, t in sorted(tensors.items())}).encode())
-    return digest.hexdigest()
+def artifact_key(request: CompileRequest, place: Path) -> Key:
+    """The key of what is asked for: what the model says of itself, how it is compiled, the tools' versions.
 
-
-def artifact_key(request: CompileRequest, place: Path) -> str:
-    """Semantic key: the model's own description, how it is compiled, the tools' versions. No host, path or port."""
+    Raises ``UnknownTarget``, ``UnknownCudaTarget``, ``UnsupportedWeights``, and the weight files' errors.
+    """
     target = find_build_target(request.target)
-    described = dataclasses.asdict(request) | {"model": fingerprint(place), "target": target.name}
-    if isinstance(target, CudaTarget):
-        described["tuning"] = tuning_digest(target, cache_dir() / "tuning")
-    names = ("torch", "transformers", "triton") if is_cuda(request.target) else ("torch", "transformers")
-    tools = {name: importlib.metadata.version(name) for name in names}
-    text = json.dumps([FORMAT, __version__, described, tools, _own_sources()], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _own_sources() -> str:
-    """Hash of the compiler's own source files."""
-    from compilerllm import ir, kernels, models, passes
-
-    here = Path(__file__)
-    digest = hashlib.sha256(
-        here.read_bytes()
-        + b"".join(
-            here.with_name(f"{name}.py").read_bytes()
-            for name in ("planning", "cpu_artifact", "cuda_artifact")
+    if isinstance(target, CudaTarget) and request.weights == "packed":
+        raise UnsupportedWeights(
+            "--weights packed: CUDA kernels read dense weights only. Leave it out, or say --weights dense."
         )
-    )
-    for package in (ir, passes, kernels, models):
-        root = Path(str(package.__file__)).parent
-        for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".h", ".cpp", ".in")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    return semantic_key(request, target, place)
 
 
 @dataclass(frozen=True)
@@ -175,15 +145,14 @@ def ensure_artifact(request: CompileRequest, place: Path, on_stage: OnStage | No
     An interruption of this process, by Ctrl-C or a signal handler that raises, ends the child too.
     """
     start = time.perf_counter()
-    key = artifact_key(request, place)
-    path = artifact_path(key)
+    path = artifact_path(artifact_key(request, place).digest)
     if read_manifest(path) is not None:
         return Found(path, True, time.perf_counter() - start)
     order = json.dumps(dataclasses.asdict(request))
     # -P: what lies in the working directory is no module
-    run_child([sys.executable, "-P", "-m", "compilerllm.compiler", order, str(place), key], on_stage)
+    run_child([sys.executable, "-P", "-m", "compilerllm.compiler", order, str(place)], on_stage)
     if read_manifest(path) is None:
-        path = artifact_path(artifact_key(request, place))  # what was measured meanwhile is part of the key
+        path = artifact_path(artifact_key(request, place).digest)  # what was measured meanwhile is part of it
     if read_manifest(path) is None:
         raise CompileFailed(f"the compiler ended well but left no artifact in {path}")
     return Found(path, False, time.perf_counter() - start)
@@ -230,8 +199,8 @@ def _end(child: "subprocess.Popen[str]") -> None:
         child.wait()
 
 
-def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = lambda stage: None) -> Path:
-    """Compile ``place`` into the cache under ``key``. Imports the compiler; errors are the parts' own."""
+def build(request: CompileRequest, place: Path, on_stage: OnStage = lambda stage: None) -> Path:
+    """Compile ``place`` into the cache; gives the artifact. Imports the compiler; errors are the parts' own."""
     from compilerllm.ir.recipe import print_recipe
     from compilerllm.ir.text import print_module
     from compilerllm.passes.pipeline import Options, run_pipeline
@@ -253,20 +222,18 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
     from compilerllm.models.resolve import resolve
     from compilerllm.models.tokenizer import export_tokenizer
 
-    target = find_build_target(request.target)
-    checkpoint = resolve(str(place), dtype=request.dtype, load_format=request.load_format)
+    key, target = artifact_key(request, place), find_build_target(request.target)
+    # The type that the key says, so that they cannot differ.
+    checkpoint = resolve(str(place), dtype=key.fields["dtype"], load_format=request.load_format)
     stage("capture")
     on_gpu = isinstance(target, CudaTarget)
-    if on_gpu and request.weights == "packed":
-        raise CompilerLLMError(
-            "--weights packed: CUDA kernels read dense weights only. Leave it out, or say --weights dense."
-        )
     captured = capture_checkpoint(checkpoint, keep_packed=request.weights != "dense" and not on_gpu)
     stage("passes")
-    module, reports = run_pipeline(captured.module, Options(level=request.level, target=target.name))
+    options = Options(level=request.level, target=target.name, skip=frozenset(request.skip_passes))
+    module, reports = run_pipeline(captured.module, options)
     if isinstance(target, CudaTarget) and _measures(module, target, request, stage):
         key = artifact_key(request, place)  # of what is known now
-    with building(key) as folder:
+    with building(key.digest) as folder:
         if request.level == 0:
             stage("save")
             buckets = make_buckets(request.max_num_seqs, request.max_num_batched_tokens)
@@ -282,12 +249,13 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
             buckets = make_buckets(request.max_num_seqs, request.max_num_batched_tokens)
             module, manifest = write_cpu(module, target, buckets, request.level, folder, stage)
             manifest["features"] = sorted(target.features)
+        (folder / "captured.ir").write_text(print_module(captured.module, origins=True))
         (folder / "module.ir").write_text(print_module(module, origins=True))
         facts = captured.facts
         has_tokenizer = export_tokenizer(checkpoint, folder / "tokenizer")
         manifest |= {
-            "version": __version__, "key": key, "target": target.name, "level": request.level,
-            "facts": facts.to_json(), "source": captured.weights.to_json() | {"path": ""},
+            "version": __version__, "key": key.to_json(), "target": target.name, "level": request.level,
+            "facts": facts.to_json() | {"name": ""}, "source": captured.weights.to_json() | {"path": ""},
             "tokenizer": has_tokenizer, "vocab_size": facts.vocab_size,
             "max_model_len": min(request.max_model_len or facts.max_positions, facts.max_positions),
             "buckets": [dataclasses.asdict(b) for b in buckets],
@@ -296,15 +264,24 @@ def build(request: CompileRequest, place: Path, key: str, on_stage: OnStage = la
                 for p in captured.names.bind_all(module)
             ],
             "passes": [
-                {"pass": r.name, "function": r.function, "matches": r.matches, "seconds": round(r.seconds, 6),
+                {"pass": r.name, "function": r.function, "matches": r.matches,
                  "near_misses": [str(m) for m in r.near_misses], "counts": r.counts}
                 for r in reports
             ],
         }  # fmt: skip
         stage("")
-        manifest["seconds"] = {k: round(v, 3) for k, v in seconds.items()}
         write_manifest(folder, manifest)
-    return artifact_path(key)
+    path = artifact_path(key.digest)
+    write_log(
+        path,
+        {
+            "seconds": {k: round(v, 3) for k, v in seconds.items()},
+            "passes": [
+                {"pass": r.name, "function": r.function, "seconds": round(r.seconds, 6)} for r in reports
+            ],
+        },
+    )
+    return path
 
 
 def _measures(module: "Module", target: CudaTarget, request: CompileRequest, stage: OnStage) -> bool:
@@ -324,14 +301,14 @@ def _measures(module: "Module", target: CudaTarget, request: CompileRequest, sta
 
 
 def main(arguments: list[str]) -> int:
-    """The child: one JSON request, a place, a key; reports stages and a last error on stdout."""
+    """The child: one JSON request, a place; reports stages and a last error on stdout."""
     from compilerllm.ir.errors import IRError
     from compilerllm.kernels.errors import KernelError
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds, so that nothing half built stays
     try:
-        request = CompileRequest(**json.loads(arguments[0]))
-        build(request, Path(arguments[1]), arguments[2], lambda stage: print(f"stage {stage}", flush=True))
+        request = CompileRequest.from_json(json.loads(arguments[0]))
+        build(request, Path(arguments[1]), lambda stage: print(f"stage {stage}", flush=True))
     except (CompilerLLMError, IRError, KernelError) as error:
         message = str(error)
     except MemoryError:

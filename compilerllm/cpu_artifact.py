@@ -48,8 +48,7 @@ def write_cpu(
 def opaque_entries(program: "Program") -> list[dict[str, Any]]:
     """The manifest's report on host calls, in their order: what each runs, and by what (torch, unless compiled)."""
     return [
-        {"where": call.where, "operators": [step[0] for step in call.steps], "runs": "aten", "package": None, "reason": "",
-         "seconds": 0.0}
+        {"where": call.where, "operators": [step[0] for step in call.steps], "runs": "aten", "package": None, "reason": ""}
         for call in program.host_calls
     ]  # fmt: skip
 
@@ -63,7 +62,7 @@ def compile_opaque(
     names: dict[Path, str] = {}
     outcomes = compile_host_calls(program.host_calls, target, cache_dir() / "libraries")
     for entry, outcome in zip(entries, outcomes, strict=True):
-        entry |= {"reason": outcome.reason, "seconds": round(outcome.seconds, 3)}
+        entry["reason"] = outcome.reason
         if outcome.package is not None:
             if outcome.package not in names:
                 names[outcome.package] = f"group_{len(names)}.pt2"

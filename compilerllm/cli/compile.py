@@ -20,13 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from compilerllm.artifact import cutlass_line, opaque_line, read_manifest
+    from compilerllm.artifact import cutlass_line, opaque_line, read_log, read_manifest
     from compilerllm.cli.local import compile_model
     from compilerllm.cli.terminal import print_card
 
     found = compile_model(read_engine_config(args), args.target)
     manifest = read_manifest(found.path) or {}
-    stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in manifest.get("seconds", {}).items())
+    stages = ", ".join(
+        f"{stage} {seconds:.1f} s" for stage, seconds in read_log(found.path).get("seconds", {}).items()
+    )
     card = {
         "artifact": str(found.path),
         "target": str(manifest.get("target")),

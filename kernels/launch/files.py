@@ -4,6 +4,7 @@ Opening a file reads its header and checks that every tensor lies inside the fil
 found before serving and not by a bus error in the middle of it.
 """
 
+import hashlib
 import json
 import mmap
 import struct
@@ -109,8 +110,7 @@ class GgufFile:
             )
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        self._arrays: dict[str, tuple[int, int, int]] = {}  # key -> element type, count, offset
-        self.header_end = 0
+        self._arrays: dict[str, tuple[int, int, int, int]] = {}  # key -> element type, count, offset, end
         try:
             self._parse()
         except (struct.error, UnicodeDecodeError, IndexError, OverflowError) as error:
@@ -124,7 +124,7 @@ class GgufFile:
         """An array of the metadata, or an empty list where the file has none."""
         if key not in self._arrays:
             return []
-        kind, count, at = self._arrays[key]
+        kind, count, at, _ = self._arrays[key]
         if kind in _SCALARS:
             return list(struct.unpack_from(f"<{count}{_SCALARS[kind][0]}", self.data, at))
         values = []
@@ -133,9 +133,10 @@ class GgufFile:
             values.append(value)
         return values
 
-    def header(self) -> bytes:
-        """Everything before the weights: metadata, vocabulary, tensor names, types and shapes."""
-        return bytes(self.data[: self.header_end])
+    def array_hashes(self) -> dict[str, str]:
+        """SHA-256 of each array of the metadata, as it is stored."""
+        places = ((key, at, end) for key, (_, _, at, end) in sorted(self._arrays.items()))
+        return {key: hashlib.sha256(self.data[at:end]).hexdigest() for key, at, end in places}
 
     def _parse(self) -> None:
         version, tensor_count, key_count = struct.unpack_from("<IQQ", self.data, 4)
@@ -156,7 +157,7 @@ class GgufFile:
     def _note_array(self, key: str, at: int) -> int:
         kind, count = struct.unpack_from("<IQ", self.data, at)
         at += 12
-        self._arrays[key] = (kind, count, at)
+        start = at
         if kind in _SCALARS:
             at += count * _SCALARS[kind][1]
         else:
@@ -169,6 +170,7 @@ class GgufFile:
                 at += 8 + unpack(data, at)[0]
         if at > len(self.data):
             raise IndexError(f"array {key} ends at byte {at} of {len(self.data)}")
+        self._arrays[key] = (kind, count, start, at)
         return at
 
     def _value(self, kind: int, at: int) -> tuple[Any, int]:
@@ -192,7 +194,6 @@ class GgufFile:
             at += 16 + 8 * rank
             found.append((name, shape[::-1], kind, offset))
         alignment = int(self.metadata.get("general.alignment", 32))
-        self.header_end = at
         start = (at + alignment - 1) // alignment * alignment
         for name, shape, kind, offset in found:
             if kind not in GGML_TYPES:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from compilerllm.compiler import CompileRequest, artifact_key, build
+from compilerllm.compiler import CompileRequest, build
 from compilerllm.ir.step import StepInputs
 from compilerllm.loading import load_compiled
 
@@ -18,8 +18,7 @@ BLOCK = 32
 def compile_and_load(place: Path, **options: Any) -> Any:
     """Build ``place`` into the cache of this test session and load it; the driver's whole way, but for the child."""
     request = CompileRequest(model=str(place), **{"max_num_seqs": 8, "max_num_batched_tokens": 256} | options)
-    key = artifact_key(request, place)
-    return load_compiled(build(request, place, key), place)
+    return load_compiled(build(request, place), place)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ def test_second_builder_keeps_the_first_ones_artifact(
     monkeypatch.setenv("COMPILERLLM_CACHE_DIR", str(tmp_path))
     with building("abc") as late:
         with building("abc") as early:
-            (early / "manifest.json").write_text('{"format": 1, "by": "early"}')
-        (late / "manifest.json").write_text('{"format": 1, "by": "late"}')
+            write_manifest(early, {"by": "early"})
+        write_manifest(late, {"by": "late"})
     manifest = read_manifest(artifact_path("abc"))
     assert manifest is not None and manifest["by"] == "early"
 
@@ -67,7 +67,7 @@ def test_what_killed_builds_left_is_removed_once_it_is_old(
         (artifacts / name).mkdir(parents=True)
     os.utime(artifacts / ".abc-old", (time.time() - 90_000,) * 2)
     with building("abc") as folder:
-        (folder / "manifest.json").write_text('{"format": 1}')
+        write_manifest(folder, {})
     assert sorted(p.name for p in artifacts.iterdir()) == [".abc-running", "abc"]
 
 
@@ -89,7 +89,7 @@ def test_an_unforeseen_error_is_a_line_and_its_traceback_a_note(tmp_path: Path) 
     """A request that no face makes, so that reading it is a mistake of ours."""
     command = [sys.executable, "-P", "-m", "compilerllm.compiler"]
     with pytest.raises(CompileFailed, match=r"not foreseen.*--debug") as caught:
-        run_child([*command, '{"colour": "red"}', str(tmp_path), "key"])
+        run_child([*command, '{"colour": "red"}', str(tmp_path)])
     assert "\n" not in str(caught.value)
     assert "Traceback" in caught.value.__notes__[0]
 

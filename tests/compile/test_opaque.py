@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from compilerllm.compiler import CompileRequest, artifact_key, build
+from compilerllm.compiler import CompileRequest, build
 from compilerllm.loading import load_compiled
 from compilerllm.passes.errors import NotServable
 
@@ -79,7 +79,7 @@ def test_served_with_inductor(tiny: tuple[Any, Path]) -> None:
     request = CompileRequest(
         model=str(folder), dtype="float32", level=3, max_num_seqs=8, max_num_batched_tokens=256
     )
-    artifact = build(request, folder, artifact_key(request, folder))
+    artifact = build(request, folder)
     manifest = json.loads((artifact / "manifest.json").read_text())
     for call in manifest["opaque"]:
         assert call["runs"] == "inductor" and not call["reason"] and (artifact / call["package"]).exists()
