@@ -175,12 +175,21 @@ def building(key: str) -> Iterator[Path]:
 
     Raises ``CacheUnusable`` where the cache cannot be written.
     """
-    target = artifact_path(key)
+    _sweep(cache_dir() / "libraries")
+    with placing(artifact_path(key)) as scratch:
+        yield scratch
+
+
+@contextlib.contextmanager
+def placing(target: Path) -> Iterator[Path]:
+    """A temporary folder that becomes ``target``, a finished artifact in the cache, when the block ends well.
+
+    Raises ``CacheUnusable`` where the cache cannot be written.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target.parent)
-        _sweep(cache_dir() / "libraries")
-        scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{key[:12]}-"))
+        scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name[:12]}-"))
         scratch.chmod(
             target.parent.stat().st_mode & 0o777
         )  # whoever may read the cache may read what is in it

@@ -38,8 +38,10 @@ SERVING = (
     *SERVABLE_IR,
     *LAUNCH,
     "compilerllm.artifact",
+    "compilerllm.bundle",
     "compilerllm.checkpoint",
     "compilerllm.compiled",
+    "compilerllm.description",
     "compilerllm.compiled_cuda",
     "compilerllm.kernel_times",
     "compilerllm.targets",
@@ -79,6 +81,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.environment": FACTS,
     "compilerllm.sampling_params": FACTS,
     "compilerllm.artifact": SERVING,
+    "compilerllm.bundle": SERVING,
+    "compilerllm.description": SERVING,
     "compilerllm.checkpoint": SERVING,
     "compilerllm.compiled": SERVING,
     # It asks for the artifact by the compiler's face, which builds in a child process.
@@ -113,6 +117,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
 # What runs in a warm server, and so must not pull in a compiler.
 SERVE_TIME = (
     "compilerllm.artifact",
+    "compilerllm.bundle",
+    "compilerllm.description",
     "compilerllm.checkpoint",
     "compilerllm.compile_watch",
     "compilerllm.compiled",
