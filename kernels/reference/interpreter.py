@@ -76,9 +76,16 @@ class Interpreter:
         ``last_token`` [slots] is what negative token ids stand for. ``inputs`` are those of ``main`` beside the step.
         """
         ready = step if isinstance(step, Step) else Step(step, last_token)
+        return self.run_all(ready, states, inputs)[0]
+
+    @torch.no_grad()
+    def run_all(
+        self, step: Step | None, states: Mapping[str, State], inputs: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
+        """Everything that ``main`` gives, with or without a step."""
         rest = iter(inputs)
-        given = [ready if isinstance(v.type, StepType) else next(rest, None) for v in self.module.main.inputs]
-        return self._function(self.module.main, given, "", "", states, ready)[0]
+        given = [step if isinstance(v.type, StepType) else next(rest, None) for v in self.module.main.inputs]
+        return self._function(self.module.main, given, "", "", states, step)
 
     def _function(
         self,

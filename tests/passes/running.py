@@ -1,4 +1,4 @@
-"""Runs modules in the reference interpreter, with random weights that follow the recipes, to hold rewrites to account."""
+"""Runs captured and served modules in the reference interpreter, on weights of a made-up checkpoint."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,83 +7,11 @@ import torch
 from torch import Tensor
 
 from compilerllm.ir.graph import Module
-from compilerllm.ir.recipe import (
-    Concat,
-    Convert,
-    Literal,
-    Permute,
-    Read,
-    Recipe,
-    Relayout,
-    Reshape,
-    Shift,
-    Slice,
-    reads,
-)
 from compilerllm.ir.step import StepInputs
-from compilerllm.ir.types import QUANTIZED_BLOCKS, TensorType
-from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.reference.collective import Collective
 from compilerllm.kernels.reference.interpreter import Interpreter
 from compilerllm.kernels.reference.states import allocate_states, state_groups
-
-
-def checkpoint(module: Module, seed: int = 0) -> dict[str, Tensor]:
-    """A random tensor for every one that the module reads as it is (a captured module reads whole tensors)."""
-    generator = torch.Generator().manual_seed(seed)
-    found: dict[str, Tensor] = {}
-    for instance in module.param_instances():
-        if isinstance(instance.recipe, Read) and instance.recipe.name not in found:
-            found[instance.recipe.name] = random_tensor(instance.type, generator)
-    missing = {n for i in module.param_instances() for n in reads(i.recipe)} - found.keys()
-    assert not missing, f"no parameter reads {missing} whole"
-    return found
-
-
-def random_tensor(type: TensorType, generator: torch.Generator) -> Tensor:
-    """Small numbers, so that sums stay in range; packed types as bytes [..., blocks, bytes of one]."""
-    shape = tuple(int(d) for d in type.shape)
-    if type.is_quantized:
-        size, weights = QUANTIZED_BLOCKS[type.dtype]
-        data = torch.randint(
-            0, 256, (*shape[:-1], shape[-1] // weights, size), generator=generator, dtype=torch.uint8
-        )
-        for at in range(0, 4 if type.dtype == "q4_1" else 2, 2):  # scale (and minimum) of each block, f16
-            small = torch.full(data.shape[:-1], 0.02 if at == 0 else -0.15, dtype=torch.float16)
-            data[..., at : at + 2] = small.view(torch.uint8).reshape(*data.shape[:-1], 2)
-        return data
-    values = torch.randn(shape, generator=generator) * (0.5 if len(shape) < 2 else shape[-1] ** -0.5)
-    return values.to(TORCH_DTYPES[type.dtype])
-
-
-def evaluate(recipe: Recipe, tensors: Mapping[str, Tensor]) -> Tensor:
-    """A recipe carried out on whole tensors."""
-    match recipe:
-        case Read(name=name):
-            return tensors[name]
-        case Literal(dtype=dtype, shape=shape, values=values):
-            return torch.tensor(values, dtype=torch.float64).reshape(shape).to(TORCH_DTYPES[dtype])
-        case Convert(source=s, dtype=dtype):
-            return evaluate(s, tensors).to(TORCH_DTYPES[dtype])
-        case Slice(source=s, axis=axis, start=start, stop=stop):
-            whole = evaluate(s, tensors)
-            per = 32 if whole.dtype == torch.uint8 and axis == whole.dim() - 2 else 1  # weights a block
-            return whole.narrow(axis, start // per, (stop - start) // per).contiguous()
-        case Concat(sources=parts, axis=axis):
-            return torch.cat([evaluate(p, tensors) for p in parts], axis)
-        case Permute(source=s, order=order):
-            return evaluate(s, tensors).permute(order).contiguous()
-        case Reshape(source=s, shape=shape):
-            return evaluate(s, tensors).reshape(shape)
-        case Shift(source=s):
-            raise NotImplementedError(f"no test shifts {s}")
-        case Relayout():
-            raise NotImplementedError("the reference takes logical layouts")
-
-
-def bind(module: Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every parameter of a module, made from a checkpoint."""
-    return {i.name: evaluate(i.recipe, tensors) for i in module.param_instances()}
+from compilerllm.validation.weights import bind
 
 
 def run_captured(module: Module, tensors: Mapping[str, Tensor], ids: Sequence[int]) -> Tensor:

@@ -30,7 +30,8 @@ from compilerllm.passes.report import PassReport
 from compilerllm.passes.sample_every_token import sample_every_token
 from compilerllm.passes.shard import Mesh, shard
 from compilerllm.passes.specialize import specialize
-from tests.passes.running import Served, bind, checkpoint, random_tensor
+from compilerllm.validation.weights import bind, checkpoint, random_tensor
+from tests.passes.running import Served
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*/*.ir"))
 ACCEPT = os.environ.get("COMPILERLLM_ACCEPT") == "1"

@@ -7,9 +7,10 @@ import torch
 
 from compilerllm.ir.graph import Graph, Module
 from compilerllm.passes.pipeline import Options, run_pipeline
+from compilerllm.validation.weights import checkpoint, random_tensor
 from tests.models.tiny import TINY, tiny_config
 from tests.passes.captured import Decoder
-from tests.passes.running import SEQUENCES, checkpoint, random_tensor, run_captured, served_logits
+from tests.passes.running import SEQUENCES, run_captured, served_logits
 
 DECODERS = {
     "llama": Decoder(),

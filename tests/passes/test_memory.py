@@ -14,8 +14,9 @@ from compilerllm.passes.errors import BadPlan, PassError
 from compilerllm.passes.pipeline import run_pipeline
 from compilerllm.passes.plan_memory import ALIGNMENT, Frame, Life, MemoryPlan, Slot, plan_memory
 from compilerllm.passes.specialize import specialize
+from compilerllm.validation.weights import checkpoint
 from tests.passes.captured import Decoder
-from tests.passes.running import SEQUENCES, Served, checkpoint
+from tests.passes.running import SEQUENCES, Served
 
 BUCKET = Bucket(tokens=8, sequences=4, rows=4, max_query=8)
 

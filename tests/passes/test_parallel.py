@@ -14,8 +14,9 @@ from compilerllm.passes.add_adapters import AdapterOptions
 from compilerllm.passes.errors import CannotAdapt, CannotShard
 from compilerllm.passes.pipeline import Options, run_pipeline
 from compilerllm.passes.shard import Mesh, shard
+from compilerllm.validation.weights import bind, checkpoint, evaluate, random_tensor
 from tests.passes.captured import Decoder
-from tests.passes.running import SEQUENCES, Served, bind, checkpoint, evaluate, random_tensor
+from tests.passes.running import SEQUENCES, Served
 
 WORLD = 2
 

@@ -17,9 +17,10 @@ from compilerllm.ir.step import Bucket, StepInputs
 from compilerllm.kernels.triton.emit import draft_program
 from compilerllm.kernels.triton.target import TARGETS
 from compilerllm.passes.pipeline import Options, run_pipeline
+from compilerllm.validation.weights import bind
 from tests.kernels.triton.harness import Machine
 from tests.models.tiny import MORE, OPAQUE, TINY, captured, tiny_model
-from tests.passes.running import Served, bind
+from tests.passes.running import Served
 
 MIXED, DECODE = Bucket(16, 3, 16, 16), Bucket(4, 4, 4, 1)
 CHUNKS = (([3, 14, 15, 9, 26, 5, 35, 8, 1], [8, 9, 7, 2]), ([40], [38]), ([6], [11]))

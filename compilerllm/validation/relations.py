@@ -1,0 +1,274 @@
+"""What must hold between a graph and what one pass makes of it: the relation each pass declares, and how it is tried.
+
+Most passes keep a function's interface and every bit of its results (``Same``). The few that change what a graph takes in
+or gives say how one side's inputs and results correspond to the other's.
+
+Bits or a budget: the reference computes each op in one fixed way, and a rewrite that keeps all roundings gives equal
+bits; that is asked wherever both sides multiply matrices of the same number of rows. Where they do not (a sequence in
+one piece against chunks of it, sampled rows against all, shards against the whole) the library may add in another
+order, so results must agree within a budget: in f32 throughout, where nothing else rounds, to 2^-12 of the largest
+result; and in the graph's own dtype to 4 times what that dtype's roundings alone do to the graph before (its distance
+from its own f32 run), and at least 4 of its units in the last place.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from compilerllm.ir.dims import free_dims
+from compilerllm.ir.errors import IRError
+from compilerllm.ir.graph import Graph, Module
+from compilerllm.ir.types import TensorType
+from compilerllm.kernels.errors import KernelError
+from compilerllm.passes.pipeline import Options, Pass
+from compilerllm.validation.errors import CannotValidate
+from compilerllm.validation.inputs import KINDS, Kind, Trial, make_trial
+from compilerllm.validation.running import (
+    Outcome,
+    Runner,
+    can_widen,
+    distance,
+    isolate,
+    magnitude,
+    new_nodes,
+    wide_trial,
+    widen,
+)
+from compilerllm.validation.weights import Weights
+
+WIDE_BUDGET = 2.0**-12  # of the largest result, between two f32 runs that add in another order
+NATIVE_FACTOR = 4.0
+_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-16, torch.float64: 2.0**-40}
+REFUSALS = (
+    IRError,
+    KernelError,
+    CannotValidate,
+    RuntimeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AssertionError,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Application:
+    """One pass applied once. ``options`` are those it ran with; ``kinds`` and ``seed`` say what to try it on."""
+
+    entry: Pass
+    options: Options
+    before: Module
+    after: Module
+    kinds: Sequence[Kind] = KINDS
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two sides of an application part. ``nodes``: those of the rewrite that first give another number."""
+
+    function: str
+    kind: str
+    what: str
+    error: float
+    budget: float
+    nodes: tuple[str, ...] = ()
+    origin: str = ""
+
+
+Relation = Callable[[Application], Iterator[Difference]]
+Outputs = Callable[[Trial, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Sequence[Tensor], Sequence[Tensor]]]
+
+
+def as_they_are(
+    trial: Trial, want: tuple[Tensor, ...], got: tuple[Tensor, ...]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Results correspond one to one."""
+    return want, got
+
+
+@dataclass(frozen=True)
+class Same:
+    """Both sides take the same inputs, and give the same results and states.
+
+    Every function whose interface stayed is tried by itself, then ``main`` as a whole. ``outputs`` brings results into
+    correspondence. ``exact``: for which kinds every bit must agree; the others get a budget. ``wanted``: the kinds
+    that the rewrite promises to be right for. ``alone``: whether functions are tried by themselves too.
+    """
+
+    outputs: Outputs = as_they_are
+    exact: Callable[[Kind], bool] = lambda k: True
+    wanted: Callable[[Application, Trial], bool] = lambda a, t: True
+    alone: bool = True
+
+    def __call__(self, app: Application) -> Iterator[Difference]:
+        if self.alone:
+            for name in changed_functions(app.before, app.after):
+                yield from self._compare(app, name)
+        yield from self._compare(app, "main")
+
+    def _compare(self, app: Application, name: str) -> Iterator[Difference]:
+        before, after = isolate(app.before, name), isolate(app.after, name)
+        tried = 0
+        for chosen in app.kinds:
+            trial = make_trial(before, chosen, app.seed, poison=False)
+            if trial is None or not self.wanted(app, trial):
+                continue
+            weights = Weights(before, app.seed, chosen.weights)
+            try:
+                want = Runner(before, weights).run(trial)
+            except REFUSALS as error:
+                refused = error
+                continue
+            tried += 1
+            poisoned = make_trial(before, chosen, app.seed) or trial
+            yield from self._one(name, before, after, weights, trial, poisoned, want)
+        if not tried:
+            why = f": {refused}" if "refused" in locals() else ""
+            raise CannotValidate(f"{app.entry.name}: no input of any kind runs through @{name}{why}")
+
+    def _one(
+        self, name: str, before: Module, after: Module, weights: Weights, trial: Trial, poisoned: Trial, want: Outcome
+    ) -> Iterator[Difference]:  # fmt: skip
+        label = trial.kind.name
+        try:
+            got = Runner(after, weights).run(poisoned)
+        except REFUSALS as error:
+            yield Difference(name, label, f"the rewritten graph does not run: {error}", float("inf"), 0.0,
+                             *blame(before, after, weights, trial))  # fmt: skip
+            return
+        left, right = self.outputs(trial, want.outputs, got.outputs)
+        if len(left) != len(right):
+            yield Difference(
+                name, label, f"it gives {len(right)} results, not {len(left)}", float("inf"), 0.0
+            )
+            return
+        pairs = [(f"result {i}", a, b) for i, (a, b) in enumerate(_valid(before.main, trial, left, right))]
+        if want.states.keys() != got.states.keys():
+            missing = sorted(want.states.keys() ^ got.states.keys())[0]
+            yield Difference(name, label, f"state {missing} is on one side only", float("inf"), 0.0)
+        pairs += [
+            (f"state {n}", want.states[n], got.states[n]) for n in sorted(want.states.keys() & got.states)
+        ]
+        budgets = None
+        for what, a, b in pairs:
+            error = distance(a, b)
+            budget = 0.0
+            if error and not self.exact(trial.kind) and a.dtype in _UNIT:
+                if budgets is None:
+                    budgets = _Wide(before, after, weights, trial, self.outputs)
+                    yield from budgets.differences(name)
+                budget = budgets.native(what, a)
+            if not error <= budget:
+                yield Difference(
+                    name, label, f"{what} differs", error, budget, *blame(before, after, weights, trial)
+                )
+
+
+class _Wide:
+    """Both sides in f32, for what bits cannot decide."""
+
+    def __init__(
+        self, before: Module, after: Module, weights: Weights, trial: Trial, outputs: Outputs
+    ) -> None:
+        self.trial = trial
+        self.pairs: list[tuple[str, Tensor, Tensor]] = []
+        if not (can_widen(before) and can_widen(after)):
+            return
+        wide = wide_trial(trial)
+        want, got = (Runner(widen(m), weights).run(wide) for m in (before, after))
+        left, right = outputs(trial, want.outputs, got.outputs)
+        self.pairs = [
+            (f"result {i}", a, b) for i, (a, b) in enumerate(_valid(before.main, trial, left, right))
+        ]
+        self.pairs += [
+            (f"state {n}", want.states[n], got.states[n]) for n in sorted(want.states.keys() & got.states)
+        ]
+
+    def differences(self, name: str) -> Iterator[Difference]:
+        for what, a, b in self.pairs:
+            error, budget = distance(a, b), WIDE_BUDGET * magnitude(a)
+            if not error <= budget:
+                yield Difference(name, self.trial.kind.name, f"{what} differs in f32", error, budget)
+
+    def native(self, what: str, value: Tensor) -> float:
+        return native_budget(value, next((a for w, a, _ in self.pairs if w == what), None))
+
+
+def native_budget(value: Tensor, wide: Tensor | None) -> float:
+    """What the dtype's own roundings do to the graph before, times 4. ``wide``: the same result of an f32 run."""
+    own = 0.0 if wide is None else distance(wide, value.float())
+    return NATIVE_FACTOR * max(_UNIT[value.dtype] * magnitude(value), own if own < float("inf") else 0.0)
+
+
+def _valid(
+    main: Graph, trial: Trial, left: Sequence[Tensor], right: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Results without the rows that belong to nobody."""
+    pairs = []
+    for value, a, b in zip(main.outputs, left, right, strict=True):
+        if (
+            trial.valid is not None
+            and trial.kind.pads
+            and isinstance(value.type, TensorType)
+            and value.tensor.rank
+        ):
+            names = free_dims(value.shape[0])
+            if names == {"T"} or (names == {"R"} and trial.kind.sample == "all"):
+                a, b = a[: trial.valid], b[: trial.valid]
+        pairs.append((a, b))
+    return pairs
+
+
+def changed_functions(before: Module, after: Module) -> list[str]:
+    """Functions other than ``main`` that were rewritten and still take and give the same types."""
+    return [
+        name for name, graph in before.functions.items()
+        if name != "main" and name in after.functions and after.functions[name] is not graph
+        and _interface(graph) == _interface(after.functions[name])
+    ]  # fmt: skip
+
+
+def _interface(graph: Graph) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(str(v.type) for v in graph.inputs), tuple(str(v.type) for v in graph.outputs)
+
+
+def blame(before: Module, after: Module, weights: Weights, trial: Trial) -> tuple[tuple[str, ...], str]:
+    """The first new node whose result is not that of the value it stands for, else all new nodes; and their origin.
+
+    Passes name a node's result after what it replaces, so equal names (less a number at the end) with equal types are
+    taken for the same value.
+    """
+    fresh = {n for g in after.functions.values() for n in _fresh(before, g)}
+    suspects = [n for n in after.main.nodes if n in fresh] or list(fresh)
+    try:
+        want, got = _values(before, weights, trial), _values(after, weights, trial)
+        for node in suspects:
+            for value in node.outputs:
+                left, right = (
+                    want.get(value.name) or want.get(value.name.rpartition("_")[0]),
+                    got.get(value.name),
+                )
+                if left is not None and right is not None and distance(left[0], right[0]):
+                    return (repr(node),), node.origin.path
+    except REFUSALS:
+        pass  # one side does not run: all new nodes are suspects
+    return tuple(repr(n) for n in suspects), next((n.origin.path for n in suspects if n.origin.path), "")
+
+
+def _fresh(before: Module, graph: Graph) -> list:  # type: ignore[type-arg]
+    return (
+        new_nodes(before.functions[graph.name], graph)
+        if graph.name in before.functions
+        else list(graph.nodes)
+    )
+
+
+def _values(module: Module, weights: Weights, trial: Trial) -> dict[str, tuple[Tensor]]:
+    """Every tensor that main computes, by name."""
+    main = module.main
+    values = [v for n in main.nodes for v in n.outputs]
+    outcome = Runner(module.with_functions(replace(main, outputs=tuple(values))), weights).run(trial)
+    return {v.name: (r,) for v, r in zip(values, outcome.outputs, strict=True)}
