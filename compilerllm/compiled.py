@@ -17,9 +17,12 @@ from compilerllm.environment import num_threads
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import Bucket, Float32, Sampled, SampleRows, SamplingTables, StateGroup, StepInputs
 from compilerllm.kernels.errors import ArtifactError
-from compilerllm.kernels.launch.library import Library
+from compilerllm.kernels.launch.cpu_memory import arena_bytes, plan_process, table_bytes
+from compilerllm.kernels.launch.host_memory import available_memory, pages, resident
+from compilerllm.kernels.launch.library import Library, kv_block_bytes
 from compilerllm.kernels.launch.machine import host_features
 from compilerllm.kernels.launch.memory import Region
+from compilerllm.kernels.launch.memory_plan import Ledger, MemoryPlan
 from compilerllm.kernels.launch.packing import ParameterSpec, load_parameters
 from compilerllm.kernels.launch.program import CpuProgram
 from compilerllm.kernels.launch.sampling import Sampler
@@ -60,8 +63,15 @@ class CompiledModel:
         self.weights: Region | None = None
         self._addresses: Mapping[str, int] = {}
         self._states: dict[str, Region] = {}
-        self._logits = np.empty((max(b.rows for b in self.buckets), self.vocab_size), np.float32)
+        self._most_rows = max(b.rows for b in self.buckets)
+        self._logits = np.empty((self._most_rows, self.vocab_size), np.float32)
         self._rows = 0
+        self.base_bytes = resident()  # what the process took before the weights
+        self.ledger = Ledger()
+        self._specs = [
+            ParameterSpec.parse(p["name"], p["dtype"], p["shape"], p["recipe"])
+            for p in manifest["parameters"]
+        ]
 
     @staticmethod
     def load(
@@ -70,11 +80,13 @@ class CompiledModel:
         *,
         threads: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        memory: int | None = None,
     ) -> "CompiledModel":
         """Open the artifact in ``folder`` and fill its parameters from ``source``.
 
-        Raises ``ArtifactInvalid``, ``ArtifactError`` and the weight source's errors; ``on_progress`` gets bytes done
-        and bytes in all.
+        ``memory``: bytes that the process may take; the plan is held against them and against what is available before
+        anything is allocated. Raises ``DoesNotFit``, ``ArtifactInvalid``, ``ArtifactError`` and the weight source's
+        errors; ``on_progress`` gets bytes done and bytes in all.
         """
         manifest = read_manifest(folder)
         if manifest is None:
@@ -83,14 +95,28 @@ class CompiledModel:
             )
         check_machine(manifest)
         model = CompiledModel(folder, manifest, threads or num_threads())
-        specs = [
-            ParameterSpec.parse(p["name"], p["dtype"], p["shape"], p["recipe"])
-            for p in manifest["parameters"]
-        ]
+        model._hold_to_plan(memory)
         model.weights, model._addresses = load_parameters(
-            specs, lambda recipe: execute(recipe, source), model.library, on_progress
+            model._specs, lambda recipe: execute(recipe, source), model.library, on_progress
         )
+        model.ledger.charge("weights", pages(model.weights.size))
         return model
+
+    def memory_plan(self, max_num_seqs: int | None = None) -> MemoryPlan:
+        """Predicted bytes of this process, of everything but KV blocks, from the artifact alone."""
+        slots = max_num_seqs or max(b.sequences for b in self.buckets)
+        arena = arena_bytes(self.manifest["program"]["plans"])
+        return plan_process(self._specs, arena, self._most_rows, self.vocab_size, slots, self.base_bytes)
+
+    def _hold_to_plan(self, allowed: int | None) -> None:
+        """Check the plan before the weights are read, and hold allocations to it. Raises ``DoesNotFit``."""
+        plan = self.memory_plan()
+        plan.check(available_memory(), "is available", taken=True)
+        if allowed is not None:
+            plan.check(allowed, "--memory allows")
+        self.ledger.hold(plan.by_name())
+        self.ledger.charge("intermediate values", pages(self.program.reserved_bytes))
+        self.ledger.charge("logits", pages(self._logits.nbytes))
 
     def _group(self, entry: dict[str, Any]) -> StateGroup:
         if entry["addressing"] != "paged":
@@ -98,7 +124,7 @@ class CompiledModel:
                 f"state group {entry['name']} is addressed by {entry['addressing']}, which CPU programs do not run yet"
             )
         members = [s for s in self.manifest["states"] if s["group"] == entry["index"]]
-        nbytes = sum(self.library.kv_block_bytes(s["dtype"], s["heads"], s["dim"]) for s in members)
+        nbytes = sum(kv_block_bytes(s["dtype"], s["heads"], s["dim"]) for s in members)
         return StateGroup(entry["name"], "paged", BLOCK_SIZE, nbytes, entry["window"])
 
     @property
@@ -114,10 +140,12 @@ class CompiledModel:
     def allocate(self, num_blocks: int, max_num_seqs: int) -> SamplingTables:
         """Reserve ``num_blocks`` blocks in each group (touched when first written) and the sampling tables."""
         for entry in self.manifest["states"]:
-            size = self.library.kv_block_bytes(entry["dtype"], entry["heads"], entry["dim"]) * num_blocks
+            size = kv_block_bytes(entry["dtype"], entry["heads"], entry["dim"]) * num_blocks
             self._states[entry["name"]] = Region(size, f"{num_blocks} KV blocks of {entry['name']}")
+            self.ledger.charge("KV cache", pages(size))
         self.program.bind(self._addresses, {name: region.address for name, region in self._states.items()})
         self.sampler = Sampler(self.library, self.vocab_size, max_num_seqs, self.threads)
+        self.ledger.charge("sampling tables", pages(table_bytes(max_num_seqs)))
         return self.sampler.tables
 
     def bucket_of(self, step: StepInputs) -> int:

@@ -5,7 +5,9 @@ The flag of a field is its name with dashes (``--max-num-seqs``), and a keyword 
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 from compilerllm.errors import InvalidParameter
@@ -15,10 +17,35 @@ WEIGHTS = ("auto", "packed", "dense")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 MEBIBYTE = 1 << 20
+UNITS = {"B": 1} | {
+    prefix + unit: base**power
+    for unit, base in (("iB", 1024), ("B", 1000))
+    for power, prefix in enumerate("KMGT", start=1)
+}
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]+)?")
 
 
 def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
+
+
+def parse_size(text: str | int, name: str = "memory") -> int:
+    """Bytes of "24GiB", "24GB", "1.5 GiB" or "25769803776". Raises ``InvalidParameter`` naming the flag of ``name``."""
+    found = _SIZE.fullmatch(str(text).strip()) if not isinstance(text, bool) else None
+    unit = found["unit"] if found else None
+    if (
+        found is None
+        or (unit is not None and unit not in UNITS)
+        or ("." in found["number"] and unit in (None, "B"))
+    ):
+        raise InvalidParameter(
+            f"{flag_of(name)} must be a size such as 24GiB, 24GB or 25769803776, but is {text!r}. Units are "
+            f"{', '.join(UNITS)}; a number alone is bytes.",
+            name,
+        )
+    size = int(Fraction(found["number"]) * UNITS[unit or "B"])
+    _require(size >= MEBIBYTE, name, text, "at least 1MiB")
+    return size
 
 
 def flag_of(name: str) -> str:
@@ -110,6 +137,11 @@ class ModelConfig:
 class CacheConfig:
     """How much memory sequence states get, and whether prompts share them."""
 
+    memory: str | int | None = _option(
+        None,
+        "Memory that the engine may take in all, such as 24GiB: of the GPU, or on a CPU of the process; KV blocks get what "
+        "the plan leaves (`compilerllm plan` shows it). In place of --memory-utilization.",
+    )
     kv_cache_bytes: int | None = _option(
         None,
         "Bytes for KV blocks; by default what --memory-utilization leaves, on a CPU at most 4 GiB.",
@@ -125,6 +157,8 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.memory is not None:
+            parse_size(self.memory)
         if self.kv_cache_bytes is not None:
             _whole("kv_cache_bytes", self.kv_cache_bytes, MEBIBYTE)
         if self.num_blocks is not None:
@@ -132,6 +166,11 @@ class CacheConfig:
         share = self.memory_utilization
         ok = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
         _require(ok, "memory_utilization", share, "a number above 0 and at most 1")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes; None = no limit was given."""
+        return None if self.memory is None else parse_size(self.memory)
 
 
 @dataclass(frozen=True)
@@ -150,7 +189,10 @@ class SchedulerConfig:
         None,
         "Most requests that wait beyond the running ones before new ones are refused; by default no limit.",
     )
-    policy: Literal["fcfs"] = _option("fcfs", "Order of requests: fcfs, first come, first served.")
+    policy: Literal["fcfs", "priority"] = _option(
+        "fcfs",
+        "Order of requests: fcfs, first come, first served; priority, lower numbers of the requests' priority first.",
+    )
     async_scheduling: bool | None = _option(
         None,
         "Schedule the next step while the present one runs; by default where a step leaves the host a core of its own.",
@@ -163,7 +205,7 @@ class SchedulerConfig:
             _whole("max_prefill_chunk", self.max_prefill_chunk, 1)
         if self.max_num_waiting is not None:
             _whole("max_num_waiting", self.max_num_waiting, 0)
-        _require(self.policy == "fcfs", "policy", self.policy, "fcfs")
+        _require(self.policy in ("fcfs", "priority"), "policy", self.policy, "fcfs or priority")
 
     @property
     def max_open_requests(self) -> int | None:

@@ -15,9 +15,7 @@ from compilerllm.ir.recipe import parse_recipe
 from compilerllm.ir.step import Bucket, Executable
 from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.launch.errors import WeightError
-from compilerllm.kernels.launch.packing import dense_bytes
 from compilerllm.kernels.launch.weights import SourceSpec, execute
-from compilerllm.runtime.memory import available_memory
 from compilerllm.runtime.messages import ModelFacts
 from compilerllm.targets import is_cuda
 
@@ -27,10 +25,6 @@ if TYPE_CHECKING:
 
 
 GRAPH_LEVEL = 2  # from here on a GPU's steps are graphs
-
-
-class ModelDoesNotFit(CompilerLLMError):
-    """The weights need more memory than there is."""
 
 
 def find_artifact(config: EngineConfig, on_stage: OnStage | None = None) -> Found:
@@ -52,7 +46,7 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
     place = locate(config.model.model)
     start = time.perf_counter()
     try:
-        model = load_compiled(found.path, place)
+        model = load_compiled(found.path, place, config.cache.memory_bytes)
     except (KernelError, WeightError) as error:
         raise CompilerLLMError(str(error)) from error
     loaded = time.perf_counter() - start
@@ -80,8 +74,13 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
     return model, ModelFacts(model=config.model.display_name, target=manifest["target"], card=card)
 
 
-def load_compiled(artifact: Path, place: Path) -> "CompiledModel | CudaModel | ReferenceModel":
-    """Open an artifact with its checkpoint's weights. Level O0 runs the reference interpreter instead of a program."""
+def load_compiled(
+    artifact: Path, place: Path, memory: int | None = None
+) -> "CompiledModel | CudaModel | ReferenceModel":
+    """Open an artifact with its checkpoint's weights. Level O0 runs the reference interpreter instead of a program.
+
+    memory: bytes that the process, or of a GPU the model, may take.
+    """
     manifest = read_manifest(artifact)
     if manifest is None:
         raise CompilerLLMError(f"{artifact} holds no finished artifact. Build it with `compilerllm compile`.")
@@ -91,17 +90,9 @@ def load_compiled(artifact: Path, place: Path) -> "CompiledModel | CudaModel | R
     if is_cuda(manifest["target"]):
         from compilerllm.compiled_cuda import CudaModel, CudaOptions
 
-        return CudaModel.load(
-            artifact, spec.open(), options=CudaOptions(graphs=manifest["level"] >= GRAPH_LEVEL)
-        )
-    need = sum(dense_bytes(p["dtype"], p["shape"]) for p in manifest["parameters"])
-    free = available_memory()
-    if need > free:
-        raise ModelDoesNotFit(
-            f"the weights need {need / 2**20:,.0f} MiB, but {free / 2**20:,.0f} MiB of memory are available. "
-            "Free memory, use a quantised checkpoint, or a machine with more."
-        )
-    return CompiledModel.load(artifact, spec.open())
+        options = CudaOptions(graphs=manifest["level"] >= GRAPH_LEVEL)
+        return CudaModel.load(artifact, spec.open(), options=options, memory=memory)
+    return CompiledModel.load(artifact, spec.open(), memory=memory)
 
 
 def load_reference(artifact: Path, manifest: dict[str, Any], spec: SourceSpec) -> "ReferenceModel":

@@ -103,7 +103,7 @@ class _Weight:
         if self.spec.recipe == Read(self.sources[0] if self.sources else "") and now[0].is_contiguous():
             return now[0].data_ptr()
         if self.region is None:
-            self.region = Region(stored_bytes(self.spec, self.library), f"weight {self.spec.name}")
+            self.region = Region(stored_bytes(self.spec), f"weight {self.spec.name}")
             self.made_from = None
         if self.made_from is None or not self._same(now):
             source = TensorSource(tensors)

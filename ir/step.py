@@ -119,6 +119,10 @@ class SampleRows:
     num_logprobs: int  # 0 = none; n = the chosen token's and the n most likely ones (at least 1 computed)
     penalties: bool  # any row needs the counts
     random: bool  # any row has temperature > 0
+    # uint32 [R, ceil(V / 32)]: bit t % 32 of word t // 32 says that token t may be chosen; None = every token of every row
+    mask: Any = None
+    # [R]: a token to report on in place of choosing one, -1 = choose; None = choose in all rows
+    target: "Int32 | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,11 +199,13 @@ class AsyncExecutable(Executable, Protocol):
         *,
         kv_cache_bytes: int | None = None,
         num_blocks: int | None = None,
+        memory_bytes: int | None = None,
     ) -> int:
         """Blocks of each paged group that the device's memory has room for, no more than all sequences could ever use.
 
-        ``utilization`` is the share of the device's memory that may be taken in all, weights included;
-        ``kv_cache_bytes`` or ``num_blocks`` are the user's wish. Raises an error that names the bytes and the flag.
+        ``utilization`` is the share of the device's memory that may be taken in all, weights included, unless
+        ``memory_bytes`` says how many bytes; ``kv_cache_bytes`` or ``num_blocks`` are the user's wish. Raises an error
+        that names the bytes and the flag.
         """
         ...
 
@@ -209,6 +215,15 @@ class AsyncExecutable(Executable, Protocol):
         Step, rows and the changed rows of the tables are read before this returns: the host goes on to write the tables.
         Tokens of the step before are read on the device (``token_ids`` < 0).
         """
+        ...
+
+    def enqueue_forward(self, step: StepInputs, slots: Int32) -> None:
+        """The first half of ``enqueue``, where the host does not know yet what may be sampled: ``enqueue_sample`` follows,
+        before the next step. slots [R]: as ``SampleRows`` will have them."""
+        ...
+
+    def enqueue_sample(self, rows: SampleRows) -> Pending:
+        """The second half: sample the rows of the forward enqueued last."""
         ...
 
 

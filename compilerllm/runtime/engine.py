@@ -6,6 +6,7 @@ launch     step n+1, if the device takes it in behind step n
 collect    wait for step n
 launch     step n+1, otherwise
 commit     step n: stops, rollbacks, deltas; step n+1 runs meanwhile
+complete   step n+1, if what it may sample depends on the tokens of step n (a grammar): its forward runs already
 
 A device that is told of step n+1 before step n has ended never waits for the host, which has the whole of a step's time
 to commit one and to schedule another. Blocks need no more care for it: what the commit of step n frees is in no step
@@ -29,7 +30,7 @@ from compilerllm.errors import InvalidParameter, KVCacheTooSmall
 from compilerllm.ir.step import Bucket, Executable, Pending, Sampled, is_asynchronous
 from compilerllm.runtime.admission import Limits
 from compilerllm.runtime.block_pool import BlockPool
-from compilerllm.runtime.memory import count_blocks
+from compilerllm.runtime.memory import Planned, count_blocks
 from compilerllm.runtime.messages import Batch, Delta, ModelFacts, Ready, Request, Stats
 from compilerllm.runtime.runner import Launch, Runner
 from compilerllm.runtime.scheduler import Scheduler
@@ -178,6 +179,8 @@ class InProcessEngine:
         ended = self._collect() if len(self._running) > queued else None
         if ended is not None and isinstance(ended[1], Exception) and ahead is not None:
             if queued:
+                if ahead.late is not None:
+                    self._runner.complete(ahead)
                 self._discard()
             self.scheduler.cancel(ahead.step, ran=queued)  # it may continue from tokens that never came
             ahead = None
@@ -188,6 +191,8 @@ class InProcessEngine:
         if ended is None and ahead is None and self.scheduler.num_open:
             raise RuntimeError(f"no request can advance: {self.scheduler.stats()}")
         touched = self._commit(*ended) if ended is not None else []
+        if ahead is not None and ahead.late is not None:
+            self._runner.complete(ahead)
         return self._report(touched + self.scheduler.take_unreported())
 
     def _receive(self) -> None:
@@ -256,7 +261,8 @@ def widest_bucket(buckets: tuple[Bucket, ...]) -> Bucket | None:
 def _count_blocks(model: Executable, cache: CacheConfig, longest: int, max_num_seqs: int) -> int:
     """Blocks that the executable's memory, or else the host's, has room for."""
     if not is_asynchronous(model):
-        return count_blocks(cache, model.groups, max_model_len=longest, max_num_seqs=max_num_seqs)
+        plan = model.memory_plan(max_num_seqs) if isinstance(model, Planned) else None
+        return count_blocks(cache, model.groups, max_model_len=longest, max_num_seqs=max_num_seqs, plan=plan)
     return model.count_blocks(
         cache.memory_utilization,
         max_num_seqs,
@@ -296,7 +302,7 @@ def _delta(seq: Sequence) -> Delta:
             error=seq.error,
             num_preemptions=seq.num_preemptions,
         )
-    seq.reported = True
+    seq.reported = bool(tokens) or seq.finish_reason is not None
     start = seq.first_scheduled
     return Delta(
         request_id=seq.request_id,
@@ -305,6 +311,7 @@ def _delta(seq: Sequence) -> Delta:
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
         error=seq.error,
+        prompt_logprobs=seq.prompt_scores if seq.params.prompt_logprobs is not None else None,
         num_cached_tokens=seq.cached_tokens,
         num_preemptions=seq.num_preemptions,
         queue_seconds=0.0 if start is None else max(0.0, start - seq.request.arrival_time),

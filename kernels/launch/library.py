@@ -8,7 +8,20 @@ from compilerllm.kernels.errors import ArtifactError
 ABI = 1
 HOST_FN = C.CFUNCTYPE(None, C.c_int, C.POINTER(C.c_void_p))
 LAYOUTS = {"n16k2": 0, "n16": 1, "q4_1_n16": 2, "q4_0_n16": 3, "q8_0_n16": 4}
+# Bytes of 16 rows by 32 columns in a layout (csrc/pack.h), and of tokens in a KV block (csrc/team.h).
+LAYOUT_BLOCK_BYTES = {"n16k2": 1024, "n16": 2048, "q4_1_n16": 320, "q4_0_n16": 288, "q8_0_n16": 544}
+KV_BLOCK = 32
 SOURCES = {"f32": 0, "bf16": 1, "q4_0": 2, "q4_1": 2, "q8_0": 2, "f16": 3}
+
+
+def packed_bytes(layout: str, rows: int, columns: int) -> int:
+    """Bytes of a matrix [rows, columns] in a packed layout, padding included."""
+    return LAYOUT_BLOCK_BYTES[layout] * -(-columns // 32) * -(-rows // 16)
+
+
+def kv_block_bytes(dtype: str, heads: int, dim: int) -> int:
+    """Bytes of one block (32 tokens) of one layer's keys and values, padding included."""
+    return 2 * heads * KV_BLOCK * (-(-dim // 32) * 32) * (2 if dtype == "bf16" else 4)
 
 
 class StepArgs(C.Structure):
@@ -63,24 +76,17 @@ class Library:
             )
         self.run = self.dll.cllm_run
         self.run.argtypes, self.run.restype = [C.c_int, C.POINTER(Ctx)], None
-        self.dll.cllm_packed_bytes.argtypes = [C.c_int, C.c_int64, C.c_int64]
-        self.dll.cllm_packed_bytes.restype = C.c_size_t
         self.dll.cllm_pack_rows.argtypes = [
             C.c_int, C.c_int, C.c_void_p, C.c_void_p, C.c_int64, C.c_int64, C.c_int64, C.c_int64,
         ]  # fmt: skip
         self.dll.cllm_pack_rows.restype = None
-        self.dll.cllm_kv_block_bytes.argtypes = [C.c_int, C.c_int, C.c_int]
-        self.dll.cllm_kv_block_bytes.restype = C.c_size_t
         self.dll.cllm_read.argtypes = [C.c_int, C.c_void_p, C.c_int64]
         self.dll.cllm_read.restype = C.c_float
 
-    def packed_bytes(self, layout: str, rows: int, columns: int) -> int:
-        """Bytes of a matrix [rows, columns] in a packed layout, padding included."""
-        return int(self.dll.cllm_packed_bytes(LAYOUTS[layout], rows, columns))
-
-    def kv_block_bytes(self, dtype: str, heads: int, dim: int) -> int:
+    @staticmethod
+    def kv_block_bytes(dtype: str, heads: int, dim: int) -> int:
         """Bytes of one block (32 tokens) of one layer's keys and values, padding included."""
-        return int(self.dll.cllm_kv_block_bytes(int(dtype == "bf16"), heads, dim))
+        return kv_block_bytes(dtype, heads, dim)
 
     def pack(
         self,

@@ -7,6 +7,7 @@ import mmap
 from compilerllm.kernels.errors import ArtifactError
 
 ALIGNMENT = 64
+ARENA_MARGIN = 64  # bytes behind an arena, which the last vector of a row may read
 
 
 def aligned(size: int) -> int:

@@ -11,7 +11,7 @@ from compilerllm.ir.recipe import Recipe, Relayout, parse_recipe, print_recipe
 from compilerllm.kernels.errors import ArtifactError
 from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.files import BLOCKS
-from compilerllm.kernels.launch.library import LAYOUTS, Library
+from compilerllm.kernels.launch.library import LAYOUTS, Library, packed_bytes
 from compilerllm.kernels.launch.memory import Region, aligned
 
 
@@ -46,14 +46,14 @@ def dense_bytes(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) // weights * size
 
 
-def stored_bytes(spec: ParameterSpec, library: Library) -> int:
+def stored_bytes(spec: ParameterSpec) -> int:
     """Bytes the parameter takes in memory, padding of its layout included."""
     base, experts, _ = split_layout(spec.layout)
     if not base:
         return dense_bytes(spec.dtype, spec.shape)
     if experts:
-        return spec.shape[0] * library.packed_bytes(base, spec.shape[1], spec.shape[2])
-    return library.packed_bytes(base, spec.shape[0], spec.shape[1])
+        return spec.shape[0] * packed_bytes(base, spec.shape[1], spec.shape[2])
+    return packed_bytes(base, spec.shape[0], spec.shape[1])
 
 
 def split_layout(layout: str) -> tuple[str, bool, bool]:
@@ -69,6 +69,20 @@ def split_layout(layout: str) -> tuple[str, bool, bool]:
     return base, experts, gated
 
 
+def place_parameters(
+    specs: Iterable[ParameterSpec],
+) -> tuple[list[tuple[ParameterSpec, int, list[ParameterSpec]]], int]:
+    """Each distinct parameter with its offset and all that share its bytes; and bytes in all."""
+    by_identity: dict[str, list[ParameterSpec]] = {}
+    for spec in specs:
+        by_identity.setdefault(spec.identity, []).append(spec)
+    places, total = [], 0
+    for same in by_identity.values():
+        places.append((same[0], total, same))
+        total += aligned(stored_bytes(same[0]))
+    return places, total
+
+
 def load_parameters(
     specs: Iterable[ParameterSpec],
     read: Callable[[Recipe], torch.Tensor],
@@ -80,22 +94,15 @@ def load_parameters(
     ``read`` executes a recipe (all steps but relayout) and gives a tensor, or uint8 blocks [N, row bytes] of a packed
     dtype. At most one parameter exists twice at a time.
     """
-    by_identity: dict[str, list[ParameterSpec]] = {}
-    for spec in specs:
-        by_identity.setdefault(spec.identity, []).append(spec)
-    offsets: list[tuple[ParameterSpec, int]] = []
-    total = 0
-    for same in by_identity.values():
-        offsets.append((same[0], total))
-        total += aligned(stored_bytes(same[0], library))
+    places, total = place_parameters(specs)
     region = Region(total, "weights")
     addresses: dict[str, int] = {}
     done = 0
-    for (spec, offset), same in zip(offsets, by_identity.values(), strict=True):
+    for spec, offset, same in places:
         store(spec, read, library, region.address + offset)
         for twin in same:
             addresses[twin.name] = region.address + offset
-        done += stored_bytes(spec, library)
+        done += stored_bytes(spec)
         if on_progress is not None:
             on_progress(done, total)
     return region, addresses
@@ -123,7 +130,7 @@ def store(
         return
     rows, columns = spec.shape[-2], spec.shape[-1]
     row_bytes = dense_bytes(spec.dtype, (columns,))
-    matrix_bytes = library.packed_bytes(base, rows, columns)
+    matrix_bytes = packed_bytes(base, rows, columns)
     for expert in range(spec.shape[0] if experts else 1):
         source = tensor.data_ptr() + expert * rows * row_bytes
         target = address + expert * matrix_bytes

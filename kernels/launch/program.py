@@ -11,7 +11,7 @@ from compilerllm.ir.step import StepInputs
 from compilerllm.kernels.errors import ArtifactError
 from compilerllm.kernels.launch.aten import HostProgram
 from compilerllm.kernels.launch.library import HOST_FN, Ctx, Library, StepArgs
-from compilerllm.kernels.launch.memory import Region
+from compilerllm.kernels.launch.memory import ARENA_MARGIN, Region
 
 _STEP_ARRAYS = (
     "token_ids", "positions", "query_start", "seq_lens", "slots", "sample_rows", "adapter_id", "block_tables",
@@ -37,7 +37,7 @@ class CpuProgram:
             (int(p["arena_bytes"]), _int64_array(p["offsets"]), _int64_array(p["scratch"]))
             for p in spec["plans"]
         ]
-        self._arena = Region(max((p[0] for p in self._plans), default=0) + 64, "intermediate values")
+        self._arena = Region(self.reserved_bytes, "intermediate values")
         self._failure: BaseException | None = None
         self._dims: dict[str, int] = {}
         self._host = HOST_FN(self._call_host)
@@ -52,6 +52,11 @@ class CpuProgram:
     def arena_bytes(self) -> int:
         """Bytes of the largest bucket's plan."""
         return max((p[0] for p in self._plans), default=0)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the arena, with the margin behind it."""
+        return self.arena_bytes + ARENA_MARGIN
 
     def bind(self, params: Mapping[str, int], states: Mapping[str, int]) -> None:
         """Fix the addresses of weights and states, by name."""

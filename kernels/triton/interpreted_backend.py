@@ -16,6 +16,7 @@ from compilerllm.kernels.launch.gpu.backend import ALIGNMENT, Allocations
 from compilerllm.kernels.launch.gpu.driver import KernelFault
 from compilerllm.kernels.launch.gpu.launcher import check_kernel
 from compilerllm.kernels.launch.gpu.program import Addresses, Launch, Plan, Program, arguments
+from compilerllm.kernels.launch.memory_plan import Ledger
 from compilerllm.kernels.triton.interpret import run_kernel
 
 POISON = 0xFF  # bytes of fresh memory: NaN as any float
@@ -95,6 +96,7 @@ class InterpretedBackend:
     """CPU memory as a device of ``total`` bytes."""
 
     device = torch.device("cpu")
+    shares_device = False
 
     def __init__(self, total: int = 1 << 30) -> None:
         self.total = total
@@ -103,6 +105,7 @@ class InterpretedBackend:
         self.graphs = 0
         self._taken = 0
         self._allocations = Allocations()
+        self.ledger = Ledger()
 
     def attach(self) -> None:
         """Any thread will do."""
@@ -115,6 +118,7 @@ class InterpretedBackend:
 
     def allocate(self, nbytes: int, what: str) -> torch.Tensor:
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        self.ledger.charge(what, size)
         whole = torch.full((size + ALIGNMENT,), POISON, dtype=torch.uint8)
         start = -whole.data_ptr() % ALIGNMENT
         self._taken += size

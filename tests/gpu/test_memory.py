@@ -28,7 +28,8 @@ llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0), use_progres
 torch.cuda.synchronize()
 used = before - torch.cuda.mem_get_info()[0]
 plan = model.memory_plan(8)
-print(json.dumps({"used": used, "kv": model._states.numel(), "plan": plan.items(), "total": plan.total}))
+total = plan.total - plan["CUDA context"]
+print(json.dumps({"used": used, "kv": model._states.numel(), "plan": plan.by_name(), "total": total}))
 """
 
 

@@ -26,6 +26,7 @@ class QueuedStep:
             step, **{f.name: getattr(step, f.name).copy() for f in dataclasses.fields(step)}
         )
         self.rows = rows
+        self.slots: Any = None  # of rows to come
         self.uploads = model.take_changes()
 
     def run(self) -> Sampled | None:
@@ -52,6 +53,7 @@ class FakeDevice(FakeModel):
         *,
         kv_cache_bytes: int | None = None,
         num_blocks: int | None = None,
+        memory_bytes: int | None = None,
     ) -> int:
         return num_blocks or max_num_seqs * max_model_len // self.groups[0].block_size
 
@@ -88,6 +90,17 @@ class FakeDevice(FakeModel):
                 setattr(self.tables, name, np.zeros_like(getattr(self.host, name)))
             for slot, row in rows.items():
                 getattr(self.tables, name)[slot] = row
+
+    def enqueue_forward(self, step: StepInputs, slots: Any) -> None:
+        self.enqueue(step, None).slots = slots.copy()
+
+    def enqueue_sample(self, rows: SampleRows) -> QueuedStep:
+        queued = self.queue[-1]
+        assert queued.rows is None and np.array_equal(queued.slots, rows.slots)
+        queued.rows = rows
+        for name, changes in self.take_changes().items():
+            queued.uploads.setdefault(name, {}).update(changes)
+        return queued
 
     def enqueue(self, step: StepInputs, rows: SampleRows | None) -> QueuedStep:
         if self._last_tables is not None and self._last_tables[0] is step.block_tables:

@@ -23,6 +23,7 @@ from compilerllm.kernels.launch.gpu.driver import (
 )
 from compilerllm.kernels.launch.gpu.launcher import PackedPlan, check_kernel
 from compilerllm.kernels.launch.gpu.program import Addresses, Kernel, Launch, Plan, Program
+from compilerllm.kernels.launch.memory_plan import Ledger
 
 ALIGNMENT = 256  # bytes; of every allocation
 
@@ -57,17 +58,30 @@ class LoadedProgram(Protocol):
 
 
 class Backend(Protocol):
-    """A device and its one stream. Sizes are bytes; ``what`` says in errors what memory was for."""
+    """A device and its one stream. Sizes are bytes; ``what`` is the item of the memory plan that memory is for."""
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def ledger(self) -> Ledger:
+        """What has been allocated; every allocation is charged to it."""
+        ...
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether a context and an allocator take memory of the device too."""
+        ...
 
     def attach(self) -> None:
         """Make the calling thread one that may use the device. Before anything else, in each thread; costs little."""
         ...
 
     def allocate(self, nbytes: int, what: str) -> torch.Tensor:
-        """Device memory, uint8, aligned to 256 bytes, not cleared. Raises ``DeviceOutOfMemory``."""
+        """Device memory, uint8, aligned to 256 bytes, not cleared.
+
+        Raises ``DeviceOutOfMemory``, and ``AllocationBeyondPlan`` where the ledger is held to a plan that has less.
+        """
         ...
 
     def staging(self, nbytes: int) -> torch.Tensor:
@@ -197,6 +211,8 @@ class CudaProgram:
 class CudaBackend:
     """The GPU. torch allocates; the stream is ours."""
 
+    shares_device = True
+
     def __init__(self, capability: int, index: int = 0) -> None:
         """Raises ``NoGpu``, ``DriverTooOld``, ``WrongDevice``; ``capability`` is the artifact's (90 = 9.0)."""
         self.facts: Device = open_device(capability, index)
@@ -207,6 +223,7 @@ class CudaBackend:
         self.stream = int(self._torch_stream.cuda_stream)
         self._pool = torch.cuda.graph_pool_handle()
         self._allocations = Allocations()
+        self.ledger = Ledger()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._context = self.driver.check(self.driver.api.cuCtxGetCurrent(), "finding the context")
         self._thread = threading.local()
@@ -219,6 +236,7 @@ class CudaBackend:
 
     def allocate(self, nbytes: int, what: str) -> torch.Tensor:
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        self.ledger.charge(what, size)
         try:
             # On torch's default stream: blocks are kept for ever, so no stream ever waits for another's free.
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -2,15 +2,17 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from compilerllm.ir.step import Bucket
 from compilerllm.kernels.launch.gpu.backend import Backend
-from compilerllm.kernels.launch.gpu.memory import graph_bytes
 
 log = logging.getLogger(__name__)
 OnCapture = Callable[[int, int], None]  # graphs done, graphs in all
+# Measured on an H200 as free device memory before and after graphs are instantiated and uploaded, by kernel nodes.
+GRAPH_BYTES = 207_000  # of a graph, beside its nodes
+NODE_BYTES = 2_455  # of a kernel node: parameters and launch descriptors
 
 
 @dataclass(frozen=True)
@@ -64,3 +66,8 @@ class GraphSet:
 def captured_buckets(buckets: Sequence[Bucket], max_tokens: int) -> list[int]:
     """Buckets that get graphs: every decode bucket, and mixed ones of up to ``max_tokens`` tokens."""
     return [i for i, b in enumerate(buckets) if b.max_query == 1 or b.tokens <= max_tokens]
+
+
+def graph_bytes(nodes: Iterable[int]) -> int:
+    """Predicted memory of instantiated graphs with these counts of nodes."""
+    return sum(GRAPH_BYTES + NODE_BYTES * count for count in nodes)

@@ -29,7 +29,7 @@ import torch
 
 from compilerllm.ir.step import Int32, Sampled, SampleRows
 from compilerllm.kernels.errors import KernelError
-from compilerllm.kernels.launch.gpu.backend import Backend, BoundPlan, LoadedProgram, Mark
+from compilerllm.kernels.launch.gpu.backend import ALIGNMENT, Backend, BoundPlan, LoadedProgram, Mark
 from compilerllm.kernels.launch.gpu.program import RESULT_WORD, Addresses, Plan, Program
 from compilerllm.kernels.launch.gpu.steps import RING, last_rows
 from compilerllm.kernels.launch.sampling import empty_tables
@@ -38,6 +38,10 @@ GREEDY, SAMPLED, FULL = "greedy", "sampled", "full"
 FULL_ROWS = 32  # rows of a launch that works on a copy of the logits
 TOP = 32  # places for a row's most likely tokens
 META_WORDS = 16  # int32: rows of the step, log-probabilities wanted a row, unused
+BIAS_ENTRIES = 1024  # of a step, for which there is memory from the start
+MOST_BIAS_BYTES = 8 << 20  # what steps with more may add to that
+# What the memory plan calls what is allocated here at the start, and with the first request that needs it.
+TABLES, BIASES = "sampling tables", "penalties and biases"
 
 
 class TooManyLogprobs(KernelError):
@@ -65,6 +69,22 @@ class RowLayout:
 
 
 ROW = RowLayout()
+# Of each row: token, then what log-probabilities need.
+RESULT_BYTES = {"sampled": 4, "logprob": 4, "rank": 4, "top_ids": 4 * TOP, "top_logprobs": 4 * TOP}
+
+
+def table_allocations(arena: int, counters: int, rows: int, slots: int) -> list[int]:
+    """Bytes of each of ``GpuSampler``'s allocations at the start, in order. arena, counters: of its program."""
+    return [
+        arena, 4 * max(1, counters), 4 * (META_WORDS + ROW.words * rows), 4 * slots,
+        *(size * rows for size in RESULT_BYTES.values()), 4 * BIAS_ENTRIES, 4 * BIAS_ENTRIES,
+    ]  # fmt: skip
+
+
+def late_bytes(slots: int, vocab: int) -> int:
+    """Most bytes that requests with penalties and biases may add: counts of tokens by slot, longer lists of biases."""
+    size = slots * vocab
+    return sum(-(-n // ALIGNMENT) * ALIGNMENT for n in (size, 2 * size)) + MOST_BIAS_BYTES
 
 
 class _Upload:
@@ -120,15 +140,12 @@ class GpuSampler:
         }
         self._bound: dict[tuple[str, int, int], BoundPlan] = {}
         arena = max(p.arena_bytes for p in program.plans)
-        self._arena = backend.allocate(arena, "sampling's intermediate values")
-        self._counters = backend.allocate(4 * max(1, program.counters), "sampling's counters")
-        self._inputs = backend.allocate(4 * (META_WORDS + ROW.words * rows), "sampling parameters")
-        self._last_token = backend.allocate(4 * slots, "last tokens")
-        # Of each row: token, then what log-probabilities need.
-        self._sizes = {"sampled": 4, "logprob": 4, "rank": 4, "top_ids": 4 * TOP, "top_logprobs": 4 * TOP}
-        self._results = {
-            n: backend.allocate(size * rows, "sampling results") for n, size in self._sizes.items()
-        }
+        self._arena = backend.allocate(arena, TABLES)
+        self._counters = backend.allocate(4 * max(1, program.counters), TABLES)
+        self._inputs = backend.allocate(4 * (META_WORDS + ROW.words * rows), TABLES)
+        self._last_token = backend.allocate(4 * slots, TABLES)
+        self._sizes = RESULT_BYTES
+        self._results = {n: backend.allocate(size * rows, TABLES) for n, size in self._sizes.items()}
         for memory in (self._counters, self._inputs, self._last_token, self._results["sampled"]):
             backend.do(partial(_clear, memory))
         self._host: Int32 = np.zeros((slots + 1, ROW.words), np.int32)  # the last: rows without a slot
@@ -145,7 +162,7 @@ class GpuSampler:
         self._staging = [backend.staging(sum(self._sizes.values()) * rows) for _ in range(RING)]
         self._marks = [backend.mark() for _ in range(RING)]
         self._next = 0
-        self._reserve_biases(1024)
+        self._reserve_biases(BIAS_ENTRIES, TABLES)
         self._counts: tuple[torch.Tensor, torch.Tensor] | None = (
             None  # prompt seen u8, output i16: [slots, V]
         )
@@ -237,8 +254,8 @@ class GpuSampler:
     def _make_counts(self) -> None:
         size = self._slots * self.vocab_size
         self._counts = (
-            self._backend.allocate(size, "counts of tokens in prompts"),
-            self._backend.allocate(2 * size, "counts of tokens in outputs"),
+            self._backend.allocate(size, BIASES),  # tokens in prompts
+            self._backend.allocate(2 * size, BIASES),  # in outputs
         )
         self._count_upload = _Upload(self._backend, 3 * self.vocab_size + 1, 2)
         self._forget_full()
@@ -252,9 +269,9 @@ class GpuSampler:
         seen, output = (memory.data_ptr() for memory in self._counts)
         upload.send([(output + 2 * v * slot, 0, 2 * v), (seen + v * slot, 2 * v, v)])
 
-    def _reserve_biases(self, entries: int) -> None:
+    def _reserve_biases(self, entries: int, what: str = BIASES) -> None:
+        self._biases = [self._backend.allocate(4 * entries, what) for _ in range(2)]
         self._bias_room = entries
-        self._biases = [self._backend.allocate(4 * entries, "biases") for _ in range(2)]
         self._bias_upload = _Upload(self._backend, 8 * entries)
         self._forget_full()
 
