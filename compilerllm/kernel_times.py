@@ -4,14 +4,14 @@ at which the device reads the model's weights."""
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch._C._autograd import DeviceType  # torch.autograd has it too, but does not export it
 
 from compilerllm.errors import CompilerLLMError
-from compilerllm.ir.step import StepInputs
+from compilerllm.ir.step import StateGroup, StepInputs
 from compilerllm.kernels.launch.gpu.backend import Backend
 from compilerllm.kernels.launch.gpu.program import Kernel, Launch
 
@@ -43,6 +43,17 @@ class KernelTiming:
     microseconds: float
     nbytes: float
     flops: float
+
+
+class Space(Protocol):
+    """What a model's steps may hold: token ids below ``vocab_size``, blocks [0, num_blocks) of each group."""
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+
+    @property
+    def groups(self) -> Sequence[StateGroup]: ...
 
 
 def time_kernels(model: "CudaModel", sequences: int, query: int, context: int) -> list[KernelTiming]:
@@ -119,7 +130,7 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / 1e6:.1f} MB"
 
 
-def made_up_step(model: "CudaModel", sequences: int, query: int, context: int) -> StepInputs:
+def made_up_step(model: Space, sequences: int, query: int, context: int) -> StepInputs:
     """A step of ``sequences`` sequences with ``query`` tokens each, the last at position context - 1."""
     if not 1 <= query <= context <= model.max_model_len:
         raise StepDoesNotFit(

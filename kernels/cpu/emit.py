@@ -63,14 +63,20 @@ def emit_call(e: FunctionEmitter, node: Node) -> None:
     e.sync()
 
 
-def emit_program(module: Module, target: CpuTarget) -> Program:
-    """The module as one C++ translation unit. Raises ``UnsupportedByTarget`` for an op no CPU kernel runs."""
+def emit_program(module: Module, target: CpuTarget, timed: bool = False) -> Program:
+    """The module as one C++ translation unit. Raises ``UnsupportedByTarget`` for an op no CPU kernel runs.
+
+    timed: rank 0 also reads the clock after each stage; otherwise the same program, with the same slots and offsets.
+    """
     main = module.main
     # The order is part of the ABI: T, S, R first where a step has them, then the rest by name.
     declared = {d.name for g in module.functions.values() for d in g.dims}
     program = Program(
-        target.name, [d for d in ("T", "S", "R") if d in declared] + sorted(declared - {"T", "S", "R"})
-    )
+        target.name, [d for d in ("T", "S", "R") if d in declared] + sorted(declared - {"T", "S", "R"}),
+        timed=timed,
+    )  # fmt: skip
+    if timed:
+        program.headers.add("stamp.h")
     windows, tables = paged_windows(module), find_tables(module)
     program.params += [p.name for p in main.params]
     program.states += [v.name for v in main.states]
@@ -107,9 +113,11 @@ def _entry(program: Program, main: Graph) -> str:
         index += 1
     args += [f"({C_TYPES[v.dtype]}*)c.outputs[{i}]" for i, v in enumerate(main.outputs)]
     call = ", ".join(["team", "c", "c.params", "c.states", *args])
+    begin = "  begin_stamps(team);\n" if program.timed else ""
     return f"""
 static void entry(Team& team, void* arg) {{
   const Ctx& c = *(const Ctx*)arg;
+{begin}\
   {c_name(main.name)}({call});
 }}
 CLLM_EXPORT void cllm_run(int threads, Ctx* c) {{ run_team(threads, entry, c); }}

@@ -45,6 +45,9 @@ class Program:
     host_calls: list[HostCall] = field(default_factory=list)
     headers: set[str] = field(default_factory=set)
     kernels: list[KernelUse] = field(default_factory=list)  # in the order of the source
+    # Of each function the nodes that have code, in order: all but views.
+    stages: dict[str, list[Node]] = field(default_factory=dict)
+    timed: bool = False  # whether rank 0 reads the clock after each stage (csrc/stamp.h)
     source: str = ""
 
 
@@ -216,6 +219,9 @@ class FunctionEmitter:
                 )
             self.line(f"// {node!r}")
             emitter(self, node)
+            self.program.stages.setdefault(self.graph.name, []).append(node)
+            if self.program.timed:
+                self.line("stamp(team);")
         self._store_outputs()
         return self._signature() + " {\n" + self._prologue() + "\n".join(self.lines) + "\n}\n"
 
