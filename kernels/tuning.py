@@ -118,14 +118,17 @@ def tuning_digest(target: CudaTarget, own: Path | None = None) -> str:
 
 
 class TunedChooser:
-    """Picks the fastest timed candidate; remembers what it picked and why."""
+    """Picks the fastest timed candidate; remembers what it picked and why.
 
-    def __init__(self, data: TuningData | None) -> None:
-        self.data = data
+    Where there is no figure, it may leave the choice to the machine that serves, among ``most`` candidates.
+    """
+
+    def __init__(self, data: TuningData | None, most: int = 1) -> None:
+        self.data, self.most = data, most
         self.picks: dict[tuple[str, str], tuple[dict[str, Any], str]] = {}
 
     @staticmethod
-    def for_target(target: CudaTarget, own: Path | None = None) -> "TunedChooser":
+    def for_target(target: CudaTarget, own: Path | None = None, most: int = 1) -> "TunedChooser":
         """With what comes with the package for the target's chip, and over it what lies in the folder ``own``."""
         data: TuningData | None = None
         for path in tuning_files(target, own):
@@ -134,7 +137,7 @@ class TunedChooser:
                 data = read
             else:
                 data.merge(read)
-        return TunedChooser(data)
+        return TunedChooser(data, most)
 
     def choose(self, family: str, problem: Problem, candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
         timed, exact = self.data.find(family, problem) if self.data is not None else ([], False)
@@ -144,6 +147,14 @@ class TunedChooser:
                     family, problem, entry["config"], "timed" if exact else "timed at another size"
                 )
         return self._note(family, problem, candidates[0], "cost model")
+
+    def offer(
+        self, family: str, problem: Problem, candidates: Sequence[dict[str, Any]]
+    ) -> Sequence[dict[str, Any]]:
+        """What is chosen, and where no figure says so what the cost model puts next."""
+        chosen = self.choose(family, problem, candidates)
+        open_ = self.picks[family, problem_key(problem)][1] == "cost model"
+        return candidates[: self.most] if open_ else [chosen]
 
     def _note(self, family: str, problem: Problem, config: dict[str, Any], why: str) -> dict[str, Any]:
         self.picks[family, problem_key(problem)] = config, why

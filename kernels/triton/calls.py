@@ -6,7 +6,7 @@ from typing import Any
 from compilerllm.ir.dims import Dim
 from compilerllm.ir.step import Bucket
 from compilerllm.kernels.launch.dtypes import ITEM_BYTES
-from compilerllm.kernels.launch.gpu.program import NO_COST, Cost, Extent, Pointer
+from compilerllm.kernels.launch.gpu.program import NO_COST, Choice, Cost, Extent, Pointer
 from compilerllm.kernels.spec import KernelSpec
 from compilerllm.kernels.triton.source import KernelSource
 
@@ -57,6 +57,7 @@ class Call:
     label: str
     spec: KernelSpec
     cost: Cost = NO_COST
+    pick: tuple[int, int] | None = None  # of ``Emitted.choices``: (choice, candidate); None: it always runs
 
 
 @dataclass(eq=False)
@@ -72,9 +73,10 @@ class Memory:
 
 @dataclass
 class Emitted:
-    """One bucket: launches in order, the memory they need, counters used."""
+    """One bucket: launches in order, the memory they need, counters used, choices left to the machine that serves."""
 
     bucket: Bucket
     calls: list[Call] = field(default_factory=list)
     memory: dict[str, Memory] = field(default_factory=dict)
     counters: int = 0
+    choices: list[Choice] = field(default_factory=list)

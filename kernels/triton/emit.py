@@ -11,7 +11,7 @@ from compilerllm.kernels.cutlass.instances import TEMPLATES, Instance, of_spec
 from compilerllm.kernels.cutlass.supply import NONE as NO_CUTLASS
 from compilerllm.kernels.cutlass.supply import Supply
 from compilerllm.kernels.groups import paged_windows
-from compilerllm.kernels.launch.gpu.program import Argument, Kernel, Launch, Plan, Pointer, Program
+from compilerllm.kernels.launch.gpu.program import Argument, Choice, Kernel, Launch, Plan, Pointer, Program
 from compilerllm.kernels.triton.build import Cubin, build_kernels
 from compilerllm.kernels.triton.emitter import BucketEmitter, Call, Chooser, Emitted, Memory
 from compilerllm.kernels.triton.prefetch import check_launches
@@ -69,7 +69,12 @@ def finish_program(
     numbers: dict[tuple[KernelSource | None, str, tuple[str, ...], object], int] = {}
     kernels: list[Kernel] = []
     plans = []
+    choices: list[Choice] = []  # equal ones of several buckets are one
     for emitted in draft.buckets:
+        for choice in emitted.choices:
+            if choice not in choices:
+                choices.append(choice)
+        numbered = [choices.index(c) for c in emitted.choices]
         arena = place(list(emitted.memory.values()))
         launches = []
         for call in emitted.calls:
@@ -78,10 +83,12 @@ def finish_program(
                 numbers[key] = len(kernels)
                 kernels.append(_kernel(call, cubins, library))
             args = tuple(_fixed(a, emitted.memory) for a in call.args)
-            launches.append(Launch(numbers[key], call.grid, args, call.label, call.cost))
+            pick = None if call.pick is None else (numbered[call.pick[0]], call.pick[1])
+            launches.append(Launch(numbers[key], call.grid, args, call.label, call.cost, pick))
         check_launches(launches, kernels)
         plans.append(Plan(emitted.bucket, arena, tuple(launches)))
-    return Program(tuple(kernels), tuple(plans), max((b.counters for b in draft.buckets), default=0))
+    counters = max((b.counters for b in draft.buckets), default=0)
+    return Program(tuple(kernels), tuple(plans), counters, choices=tuple(choices))
 
 
 @dataclass(frozen=True)

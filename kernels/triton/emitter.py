@@ -5,9 +5,11 @@ puts whole programs together. The graph is flat (``passes.inline_calls``); a nod
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
 
 import sympy
 
@@ -21,7 +23,7 @@ from compilerllm.kernels.cutlass.supply import NONE as NO_CUTLASS
 from compilerllm.kernels.cutlass.supply import Supply
 from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.kernels.launch.dtypes import ITEM_BYTES, TRITON_TYPES
-from compilerllm.kernels.launch.gpu.program import NO_COST, Extent, Pointer
+from compilerllm.kernels.launch.gpu.program import NO_COST, Choice, Extent, Pointer
 from compilerllm.kernels.refs import VIEW_OPS, Ref, dense_strides, view
 from compilerllm.kernels.spec import KernelSpec
 from compilerllm.kernels.triton.calls import (
@@ -35,6 +37,7 @@ from compilerllm.kernels.triton.calls import (
 )
 from compilerllm.kernels.triton.source import ConstValue, KernelSource, argument_names
 from compilerllm.kernels.triton.target import CudaTarget
+from compilerllm.kernels.tuning import problem_key
 
 SCRATCH_ALIGNMENT = 256
 
@@ -45,6 +48,17 @@ class Chooser(Protocol):
     def choose(
         self, family: str, problem: Mapping[str, int | str], candidates: Sequence[dict[str, Any]]
     ) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class OpenChooser(Chooser, Protocol):
+    """A chooser that may leave a choice to the machine that serves."""
+
+    def offer(
+        self, family: str, problem: Mapping[str, int | str], candidates: Sequence[dict[str, Any]]
+    ) -> Sequence[dict[str, Any]]:
+        """What to ship in place of what ``choose`` gives, its favourite first: one where a figure decides."""
+        ...
 
 
 class FirstCandidate:
@@ -84,6 +98,9 @@ class BucketEmitter:
         self._params = {p.value for p in self.graph.params}
         self._node = 0
         self._scratch = 0
+        self._copies: set[int] = set()  # the present node's calls that copy an operand
+        self._asked: list[Choice] = []  # choices of the present node
+        self._forced: dict[str, Any] | None = None
         self._last_use = self._lives()
 
     @property
@@ -159,8 +176,9 @@ class BucketEmitter:
         ref = self.ref(value)
         if ref.contiguous:
             return ref
-        copy = self._copied(value)
+        copy, before = self._copied(value), len(self.out.calls)
         _copy_strided(self, ref, copy)
+        self._copies.update(range(before, len(self.out.calls)))
         return copy
 
     def _copied(self, value: Value) -> Ref:
@@ -206,6 +224,8 @@ class BucketEmitter:
 
     def _reserve(self, name: str, nbytes: int, first: int, last: int) -> None:
         size = -(-max(nbytes, 1) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        if name in self.out.memory:  # another candidate's scratch: one of them runs
+            size = max(size, self.out.memory[name].bytes)
         self.out.memory[name] = Memory(name, size, first, last)
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -322,7 +342,14 @@ class BucketEmitter:
             raise UnsupportedByTarget(
                 f"no {family} kernel for {dict(problem)} (from {node.origin.path or node!r})"
             )
-        return self.chooser.choose(family, problem, candidates)
+        if self._forced is not None:
+            return self._forced
+        if isinstance(self.chooser, OpenChooser):
+            offered = tuple(self.chooser.offer(family, problem, candidates))
+        else:
+            offered = (self.chooser.choose(family, problem, candidates),)
+        self._asked.append(Choice(family, problem_key(problem), offered))
+        return offered[0]
 
     # -- the walk --------------------------------------------------------------------------------------------------
 
@@ -362,8 +389,51 @@ class BucketEmitter:
                     f"no CUDA kernel for op {node.op!r} (from {node.origin.path or 'the graph'}); "
                     "compile with --optimization-level 0 to run it through torch"
                 )
-            run(self, node)
+            self._emit(run, node)
         return self.out
+
+    def _emit(self, run: "Emitter", node: Node) -> None:
+        """The node's launches. Where its one choice is open, those of every candidate, into the same places.
+
+        A node that makes several choices takes the default of each: combinations would multiply.
+        """
+        self._asked, self._copies = [], set()
+        start, scratch = len(self.out.calls), self._scratch
+        run(self, node)
+        if len(self._asked) != 1 or len(self._asked[0].configs) == 1:
+            return
+        choice = self._asked[0]
+        if choice not in self.out.choices:
+            self.out.choices.append(choice)
+        place, most = self.out.choices.index(choice), self._scratch
+        begins = [start]  # of each candidate's calls
+        for config in choice.configs[1:]:
+            begins.append(len(self.out.calls))
+            self._scratch, self._forced = scratch, config
+            run(self, node)
+            most = max(most, self._scratch)
+        self._scratch, self._forced = most, None
+        self._sort_candidates(node, place, [*begins, len(self.out.calls)])
+
+    def _sort_candidates(self, node: Node, choice: int, begins: Sequence[int]) -> None:
+        """Tag each candidate's calls. Copies of operands come before them all: they are everybody's, later nodes' too.
+
+        The node's cost stands where any candidate's first launch is.
+        """
+        calls, cost = self.out.calls, node_cost(node, self._bounds)
+        ordered = [replace(calls[i], cost=NO_COST) for i in sorted(self._copies)]
+        if ordered:
+            ordered[0] = replace(ordered[0], cost=cost)
+        for candidate, (begin, end) in enumerate(pairwise(begins)):
+            own = [
+                replace(calls[i], pick=(choice, candidate), cost=NO_COST)
+                for i in range(begin, end)
+                if i not in self._copies
+            ]
+            if not self._copies:
+                own[0] = replace(own[0], cost=cost)
+            ordered += own
+        calls[begins[0] :] = ordered
 
 
 def _value(arg: Arg) -> Pointer | Extent | int | float:

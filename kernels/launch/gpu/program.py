@@ -4,8 +4,9 @@ Everything a launch needs is fixed when the artifact is built, except addresses:
 pointers name to memory, and ``arguments`` turns a launch into the values a kernel takes.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from compilerllm.ir.step import Bucket
@@ -100,13 +101,26 @@ NO_COST = Cost()
 @dataclass(frozen=True)
 class Launch:
     """One kernel, run once. ``node`` is the IR node and module it came from, for errors and profiles; its cost stands at
-    the node's first launch."""
+    the node's first launch. ``pick``: it is part of one candidate of one choice, (choice, candidate); None: it always runs."""
 
     kernel: int  # index into the program's kernels
     grid: Grid
     args: tuple[Argument, ...]
     node: str = ""
     cost: Cost = NO_COST
+    pick: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Several ways to run what poses one problem, all of them in the plans: nobody has timed them on the target yet.
+
+    configs: the candidates, the cost model's favourite, which is the default, first. problem: its text, as in tuning data.
+    """
+
+    family: str
+    problem: str
+    configs: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -121,19 +135,40 @@ class Plan:
 
 @dataclass(frozen=True)
 class Program:
-    """Kernels and plans. ``counters`` is the number of int32 zeros that launches share."""
+    """Kernels and plans. ``counters`` is the number of int32 zeros that launches share.
+
+    A program with ``choices`` has launches for every candidate, and cannot run before it is ``picked``.
+    """
 
     kernels: tuple[Kernel, ...]
     plans: tuple[Plan, ...]
     counters: int = 0
     abi: int = 1
+    choices: tuple[Choice, ...] = ()
+
+    def picked(self, picks: Sequence[int] = ()) -> "Program":
+        """The program with one candidate of each choice, by default its first, without the kernels of the others."""
+        if not self.choices:
+            return self
+        chosen = {(i, c) for i, c in enumerate(picks or [0] * len(self.choices))}
+        numbers: dict[int, int] = {}
+
+        def kept(x: Launch) -> Launch:
+            return Launch(numbers.setdefault(x.kernel, len(numbers)), x.grid, x.args, x.node, x.cost)
+
+        plans = tuple(
+            replace(p, launches=tuple(kept(x) for x in p.launches if x.pick is None or x.pick in chosen))
+            for p in self.plans
+        )
+        return replace(self, kernels=tuple(self.kernels[i] for i in numbers), plans=plans, choices=())
 
     def to_json(self) -> dict[str, Any]:
         """Compact, and quick to read back, for the artifact: what launches have in common is in tables.
 
         ``values`` holds every distinct argument and grid extent (pointers as [space, name, offset], extents as
         [dim, div, mul, add, scale]), ``nodes`` and ``costs`` likewise; a launch is [kernel, node, cost, grid x, y, z,
-        arguments ...], all but the kernel as places in those tables.
+        arguments ...], all but the kernel as places in those tables. A plan's ``picks`` are [launches that run
+        always or belong to one candidate, choice, candidate] one after another; without any, all run always.
         """
         values, nodes, costs = _Table(), _Table(), _Table()
         plans = [
@@ -143,14 +178,14 @@ class Program:
                     [x.kernel, nodes.place(x.node), costs.place(x.cost), *map(values.place, (*x.grid, *x.args))]
                     for x in p.launches
                 ],
-            }
+            } | ({"picks": _pick_runs(p.launches)} if self.choices else {})
             for p in self.plans
         ]  # fmt: skip
         return {
             "abi": self.abi, "counters": self.counters, "kernels": [asdict(k) for k in self.kernels],
             "values": [_pack(v) for v in values.items], "nodes": nodes.items, "costs": [astuple(c) for c in costs.items],
             "plans": plans,
-        }  # fmt: skip
+        } | ({"choices": [astuple(c) for c in self.choices]} if self.choices else {})  # fmt: skip
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> "Program":
@@ -163,20 +198,30 @@ class Program:
         costs = [Cost(*c) if any(c) else NO_COST for c in entry["costs"]]
         nodes: list[str] = entry["nodes"]
 
-        def launch(kernel: int, node: int, cost: int, *places: int) -> Launch:
+        def launch(pick: tuple[int, int] | None, kernel: int, node: int, cost: int, *places: int) -> Launch:
             x, y, z, *args = [values[i] for i in places]
-            return Launch(kernel, (x, y, z), tuple(args), nodes[node], costs[cost])  # type: ignore[arg-type]
+            return Launch(kernel, (x, y, z), tuple(args), nodes[node], costs[cost], pick)  # type: ignore[arg-type]
 
         plans = tuple(
             Plan(
                 Bucket(**p["bucket"]),
                 p["arena_bytes"],
-                tuple(launch(*x) for x in p["launches"]),
+                tuple(launch(pick, *x) for pick, x in zip(_picks(p), p["launches"], strict=True)),
                 p["variant"],
             )
             for p in entry["plans"]
         )
-        return Program(tuple(_kernel(k) for k in entry["kernels"]), plans, entry["counters"])
+        choices = tuple(Choice(family, problem, tuple(c)) for family, problem, c in entry.get("choices", ()))
+        return Program(tuple(_kernel(k) for k in entry["kernels"]), plans, entry["counters"], choices=choices)
+
+
+def _pick_runs(launches: Sequence[Launch]) -> list[list[int]]:
+    return [[len(list(run)), *(pick or (-1, -1))] for pick, run in groupby(launches, lambda x: x.pick)]
+
+
+def _picks(plan: Mapping[str, Any]) -> list[tuple[int, int] | None]:
+    runs = plan.get("picks", [[len(plan["launches"]), -1, -1]])
+    return [(i, c) if i >= 0 else None for count, i, c in runs for _ in range(count)]
 
 
 class _Table:
