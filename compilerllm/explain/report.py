@@ -79,7 +79,10 @@ class PassRun:
 @dataclass(frozen=True)
 class IRNode:
     """A node as it is run: its line of IR, the module it comes from, the operators it was captured as, the passes that
-    made it, oldest first. layer: the layer's number, -1 outside of layers. function: where ``text`` stands."""
+    made it, oldest first. layer: the layer's number, -1 outside of layers. function: where ``text`` stands.
+
+    path: the module, or what several have in common. modules: those whose weights it reads. body: the ops of a group.
+    """
 
     text: str
     op: str
@@ -88,6 +91,8 @@ class IRNode:
     layer: int = -1
     sources: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    body: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,9 +155,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A measured step, medians of ``repeats``: wall time; the sum of its kernels; the rest, by where it went.
+    """A measured step, means over the middle half of ``repeats`` runs: wall time, the sum of its kernels, the rest.
 
-    wall_us = kernels_us + parts + unattributed_us. parts: what has a name but is no kernel, such as waiting at barriers.
+    wall_us = kernels_us + parts + unattributed_us. parts: what has a name but is no kernel, such as waking threads.
     """
 
     wall_us: float
@@ -266,7 +271,10 @@ class Report:
                     "machine": Machine(**entry["machine"]),
                     "texts": tuple(entry["texts"]),
                     "passes": tuple(_pass_from_json(p) for p in entry["passes"]),
-                    "nodes": tuple(_with_tuples(IRNode, n, "sources", "passes") for n in entry["nodes"]),
+                    "nodes": tuple(
+                        _with_tuples(IRNode, n, "sources", "passes", "modules", "body")
+                        for n in entry["nodes"]
+                    ),
                     "kernels": tuple(Kernel(**k) for k in entry["kernels"]),
                     "picks": tuple(_pick_from_json(p) for p in entry["picks"]),
                     "buckets": tuple(_bucket_from_json(b) for b in entry["buckets"]),
