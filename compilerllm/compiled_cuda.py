@@ -21,7 +21,16 @@ import torch
 from compilerllm.artifact import ArtifactInvalid, read_manifest
 from compilerllm.compiled import StepTooLarge
 from compilerllm.errors import CompilerLLMError
-from compilerllm.ir.step import Bucket, Float32, Sampled, SampleRows, SamplingTables, StateGroup, StepInputs
+from compilerllm.ir.step import (
+    Bucket,
+    Float32,
+    Int32,
+    Sampled,
+    SampleRows,
+    SamplingTables,
+    StateGroup,
+    StepInputs,
+)
 from compilerllm.kernel_times import KernelTiming, read_rate, time_kernels
 from compilerllm.kernels.errors import ArtifactError
 from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
@@ -336,27 +345,52 @@ class CudaModel:
         Raises ``StepTooLarge``, and ``KernelFault`` where the device has failed.
         """
         self._backend.attach()
-        bucket = self.bucket_of(step)
         variant = self.sampler.prepare(rows) if rows is not None else ""
+        joined = self._forward(step, None if rows is None else rows.slots, variant)
+        if rows is None:
+            mark = next(self._ends)
+            mark.record()
+            return CudaPending(self._backend, self._last_bucket, mark.wait)
+        return self._sampled(rows, joined)
+
+    def enqueue_forward(self, step: StepInputs, slots: Int32) -> None:
+        """``enqueue`` without sampling, which ``enqueue_sample`` does when the host knows what may come."""
+        self._backend.attach()
+        self._forward(step, slots, "")
+
+    def enqueue_sample(self, rows: SampleRows) -> CudaPending:
+        """Sample the rows of the step whose forward was enqueued last."""
+        self._backend.attach()
+        self.sampler.prepare(rows)
+        return self._sampled(rows, joined=False)
+
+    def _forward(self, step: StepInputs, slots: Int32 | None, variant: str) -> bool:
+        """Send and start a step. Whether its graph samples too, as ``variant`` says."""
+        bucket = self.bucket_of(step)
         replay = self.graphs.find(bucket, variant) if variant else None
         joined = replay is not None
         if replay is None:
             replay = self.graphs.find(bucket, "")
         exact = len(step.token_ids), len(step.seq_lens), len(step.sample_rows)
         sizes = exact if replay is None else _size(self.buckets[bucket])[:3]
-        self._stage.send(bucket, step, None if rows is None else rows.slots, sizes, self.sampler.next_result)
+        self._stage.send(bucket, step, slots, sizes, self.sampler.next_result)
         self._last = bucket, exact[2]
         if replay is not None:
             replay()
         else:
             self._run(bucket, exact)
-        if rows is None:
-            mark = next(self._ends)
-            mark.record()
-            return CudaPending(self._backend, self.buckets[bucket], mark.wait)
+        return joined
+
+    @property
+    def _last_bucket(self) -> Bucket:
+        assert self._last is not None, "no step has been sent"
+        return self.buckets[self._last[0]]
+
+    def _sampled(self, rows: SampleRows, joined: bool) -> CudaPending:
+        assert self._last is not None, "no step has been sent"
         if not joined:
-            self.sampler.run(rows, self._row_slots(bucket))
-        return CudaPending(self._backend, self.buckets[bucket], self.sampler.collect(rows))
+            self.sampler.run(rows, self._row_slots(self._last[0]))
+        return CudaPending(self._backend, self._last_bucket, self.sampler.collect(rows))
 
     def _run(self, bucket: int, sizes: tuple[int, int, int]) -> None:
         """Launch by launch, at the step's own sizes."""

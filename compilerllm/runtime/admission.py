@@ -36,7 +36,10 @@ class Limits:
         least = max(1, params.min_tokens)
         if len(prompt) + least > self.max_model_len:
             raise ContextLengthExceeded(len(prompt), least, self.max_model_len)
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for name, ids in (
+            ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):  # fmt: skip
             for token in ids:
                 if not 0 <= token < self.vocab_size:
                     raise InvalidParameter(

@@ -126,9 +126,10 @@ class BlockPool:
         """Owned blocks in the group that has most."""
         return self.num_blocks - self.num_free
 
-    def match(self, seq: Sequence) -> PrefixHit:
-        """The longest shared beginning of a waiting sequence. At least its last token is left to compute."""
-        if not self.shares_prefixes:
+    def match(self, seq: Sequence, *, share: bool = True) -> PrefixHit:
+        """The longest shared beginning of a waiting sequence, if it is to ``share`` one. At least its last token is left
+        to compute."""
+        if not (self.shares_prefixes and share):
             return PrefixHit(0, tuple([] for _ in self._groups))
         longest = (len(seq.tokens) - 1) // self._unit * self._unit
         for size in self._block_sizes:

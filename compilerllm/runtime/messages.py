@@ -9,6 +9,14 @@ import msgspec
 from compilerllm.sampling_params import SamplingParams
 
 
+class ThinkingMarks(msgspec.Struct, frozen=True, array_like=True):
+    """Token ids between which the model thinks. ``begun``: the prompt ends within a thought."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    begun: bool = False
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     """One prompt to generate from. ``params.n`` > 1 is split by the face into n requests with derived seeds."""
 
@@ -19,6 +27,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     eos_token_ids: tuple[int, ...] = ()  # from the tokenizer and generation config; unused with ignore_eos
     cache_salt: str | None = None  # prefix blocks are shared only between equal salts
     adapter_id: int = 0  # slot of a low-rank adapter; 0 is the base model
+    priority: int = 0  # lower ones run first, where the policy is "priority"
+    bad_words: list[list[int]] = []  # ``params.bad_words`` as the tokenizer writes them, each in all its ways
+    thinking: ThinkingMarks | None = None  # for ``params.thinking_token_budget``
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -39,7 +50,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     """What a step added to one request. ``finish_reason`` is None while it runs.
 
-    finish_reason: "stop" (eos, or stop token in ``stop_reason``), "length", "abort", "error" (message in ``error``).
+    finish_reason: "stop" (eos, or stop token in ``stop_reason``), "length", "repetition", "abort", "error" (message in
+    ``error``; ``refused`` if the request itself was wrong, and names the parameter at fault).
     """
 
     request_id: str
@@ -48,6 +60,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: str | None = None
+    refused: str | None = None
+    # Of the prompt's tokens from the second on, where they were asked for; with the first delta that has a token.
+    prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0  # prompt tokens found in shared blocks; set on the first delta
     num_preemptions: int = 0
     queue_seconds: float = 0.0  # arrival to first scheduling; set on the first delta

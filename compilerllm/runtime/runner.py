@@ -1,8 +1,11 @@
 """From a step of sequences to the arrays a program takes and back, and the device tables by slot."""
 
 from array import array
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,18 +18,39 @@ from compilerllm.ir.step import (
     StepInputs,
     is_asynchronous,
 )
+from compilerllm.runtime.constraints import full_row, mask_row
 from compilerllm.runtime.messages import TokenLogprobs
 from compilerllm.runtime.sequence import Sequence
 from compilerllm.runtime.step import Chunk, Step
 
+if TYPE_CHECKING:
+    from compilerllm.runtime.constraints import Words
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class Launch:
-    """A step made ready: everything ``execute`` needs, so that sequences may change while it runs."""
+    """A step made ready: everything ``execute`` needs, so that sequences may change while it runs.
+
+    A step is ``late`` if what may be sampled in it depends on tokens that are not known yet: its forward may run, but
+    ``rows`` are there only after ``complete``.
+    """
 
     step: Step
     inputs: StepInputs
-    rows: SampleRows | None  # None: no row is sampled
+    rows: SampleRows | None  # None: no row is sampled, or the step is late
+    late: "Future[SampleRows] | None" = None
+    sampling: "_LateSampling | None" = None  # of a late step on an asynchronous executable
+
+
+class _LateSampling:
+    """The ``Pending`` of a step whose forward is on its way while its sampling is still to be enqueued."""
+
+    def __init__(self) -> None:
+        self.pending: Pending | None = None
+
+    def result(self) -> Sampled | None:
+        assert self.pending is not None, "the step has not been completed"
+        return self.pending.result()
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +113,9 @@ class Runner:
             elif len(known) < end - start:
                 tokens.append(-1 - seq.slot)
             starts.append(len(tokens))
+            if chunk.scores:
+                first = len(tokens) - end + chunk.score_start
+                sample_rows += range(first, first + chunk.scores)
             sample_rows += range(len(tokens) - chunk.samples, len(tokens))
         slots = [seq.slot for seq in seqs]
         query_start: Int32 = np.array(starts, np.int32)
@@ -105,7 +132,24 @@ class Runner:
             sample_rows=np.array(sample_rows, np.int32),
             adapter_id=_adapters(step.chunks, starts),
         )
-        return Launch(step, inputs, self._sample_rows(step.chunks) if sample_rows else None)
+        return self._make_launch(step, inputs) if sample_rows else Launch(step, inputs, None)
+
+    def _make_launch(self, step: Step, inputs: StepInputs, rows: SampleRows | None = None) -> Launch:
+        """``rows``: those known already; None has them made here, or later if they cannot be known yet."""
+        if rows is None and any(
+            c.seq.follows and c.seq.pending > c.samples for c in step.chunks if c.samples
+        ):
+            return Launch(step, inputs, None, Future())
+        return Launch(step, inputs, rows or self._sample_rows(step.chunks))
+
+    def complete(self, launch: Launch) -> None:
+        """Make the rows of a late step, once the tokens of the step before are committed, and have them sampled."""
+        assert launch.late is not None, "the step is not late"
+        rows = self._sample_rows(launch.step.chunks)
+        launch.late.set_result(rows)
+        if launch.sampling is not None and launch.sampling.pending is None:
+            assert self._device is not None
+            launch.sampling.pending = _started(partial(self._device.enqueue_sample, rows))
 
     def _prepare_decode(self, step: Step, seqs: list[Sequence]) -> Launch:
         """One token and one sample a sequence. What the batch has had in its last step already is not made again."""
@@ -128,7 +172,7 @@ class Runner:
             sample_rows=batch.sample_rows,
             adapter_id=batch.adapter_id,
         )
-        return Launch(step, inputs, batch.rows or self._sample_rows(chunks))
+        return self._make_launch(step, inputs, batch.rows)
 
     def _begin_batch(self, step: Step, seqs: list[Sequence]) -> _Batch:
         ends: Int32 = np.arange(len(seqs) + 1, dtype=np.int32)
@@ -138,7 +182,7 @@ class Runner:
             query_start=ends,
             sample_rows=ends[:-1],
             adapter_id=np.array([seq.request.adapter_id for seq in seqs], np.int32),
-            rows=None if any(seq.bans for seq in seqs) else self._sample_rows(step.chunks),
+            rows=None if any(seq.bans or seq.follows for seq in seqs) else self._sample_rows(step.chunks),
         )
 
     def _gather_tables(self, seqs: list[Sequence], slots: list[int]) -> Int32:
@@ -186,17 +230,31 @@ class Runner:
     def _sample_rows(self, chunks: list[Chunk]) -> SampleRows:
         slots: list[int] = []
         start, tokens, values = [0], list[int](), list[float]()
+        targets: list[int] = []
+        masks: dict[int, Words] = {}
         num_logprobs, penalties, random = 0, False, False
         for chunk in chunks:
+            seq, params = chunk.seq, chunk.seq.params
+            if chunk.scores:
+                slots += [-1] * chunk.scores
+                targets += [-1] * (len(start) - 1 - len(targets))
+                targets += seq.tokens[chunk.score_start + 1 : chunk.score_start + 1 + chunk.scores]
+                start += [len(tokens)] * chunk.scores
+                num_logprobs = max(num_logprobs, params.prompt_logprobs or 0, 1)
             if not chunk.samples:
                 continue
-            seq, params = chunk.seq, chunk.seq.params
-            for row in range(chunk.samples):
+            if seq.constraints and seq.finish_reason is None:
+                row = mask_row(seq.constraints, self._model.vocab_size)
+                masks |= {len(slots) + i: row for i in range(chunk.samples)}
+            for row_index in range(chunk.samples):
                 slots.append(seq.slot)
                 if seq.bias:
                     tokens += [token for token, _ in seq.bias]
                     values += [value for _, value in seq.bias]
-                if seq.bans and chunk.end - chunk.samples + row + 1 - seq.num_prompt < params.min_tokens:
+                if (
+                    seq.bans
+                    and chunk.end - chunk.samples + row_index + 1 - seq.num_prompt < params.min_tokens
+                ):
                     tokens += seq.bans
                     values += [-np.inf] * len(seq.bans)
                 start.append(len(tokens))
@@ -204,6 +262,8 @@ class Runner:
                 num_logprobs = max(num_logprobs, params.logprobs, 1)
             penalties = penalties or params.penalised
             random = random or params.temperature > 0.0
+        if targets:
+            targets += [-1] * (len(slots) - len(targets))
         return SampleRows(
             slots=np.array(slots, np.int32),
             bias_start=np.array(start, np.int32),
@@ -212,14 +272,24 @@ class Runner:
             num_logprobs=num_logprobs,
             penalties=penalties,
             random=random,
+            mask=self._mask(masks, len(slots)),
+            target=np.array(targets, np.int32) if targets else None,
         )
+
+    def _mask(self, masks: "dict[int, Words]", count: int) -> "Words | None":
+        """Rows of masks [count, words], all ones where a row has none."""
+        if not masks:
+            return None
+        every = full_row(self._model.vocab_size)
+        return np.stack([masks.get(r, every) for r in range(count)])
 
     # -- during ---------------------------------------------------------------------------------------------------
 
     def execute(self, launch: Launch) -> Sampled | None:
-        """Run forward, then sampling. Raises whatever the executable raises."""
+        """Run forward, then sampling, which waits for the rows of a late step. Raises whatever the executable raises."""
         self._model.forward(launch.inputs)
-        return None if launch.rows is None else self._model.sample(launch.rows)
+        rows = launch.rows if launch.late is None else launch.late.result()
+        return None if rows is None else self._model.sample(rows)
 
     def run(self, launch: Launch) -> Pending:
         """``execute`` it now, on this thread."""
@@ -231,14 +301,18 @@ class Runner:
         return done
 
     def enqueue(self, launch: Launch) -> Pending:
-        """Start it on an asynchronous executable."""
-        assert self._device is not None, "the executable is not asynchronous"
+        """Start it on an asynchronous executable; of a late step the forward alone."""
+        device = self._device
+        assert device is not None, "the executable is not asynchronous"
+        if launch.late is None:
+            return _started(lambda: device.enqueue(launch.inputs, launch.rows))
+        launch.sampling = _LateSampling()
+        slots = [s for c in launch.step.chunks for s in (*[-1] * c.scores, *[c.seq.slot] * c.samples)]
         try:
-            return self._device.enqueue(launch.inputs, launch.rows)
+            device.enqueue_forward(launch.inputs, np.array(slots, np.int32))
         except Exception as error:  # noqa: BLE001 - it is the step's outcome
-            failed: Future[Sampled | None] = Future()
-            failed.set_exception(error)
-            return failed
+            launch.sampling.pending = _failed(error)
+        return launch.sampling
 
     # -- after ----------------------------------------------------------------------------------------------------
 
@@ -255,14 +329,34 @@ class Runner:
         top_ids, top = sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
         entries: list[TokenLogprobs | None] = []
         for chunk in step.chunks:
-            wanted = chunk.seq.params.logprobs
-            rows = range(len(entries), len(entries) + chunk.samples)
-            entries += (
-                [None] * chunk.samples
-                if wanted is None
-                else [TokenLogprobs(chosen[r], ranks[r], top_ids[r][:wanted], top[r][:wanted]) for r in rows]
-            )
+            params = chunk.seq.params
+            for number, wanted in (
+                (chunk.scores, params.prompt_logprobs),
+                (chunk.samples, params.logprobs),
+            ):
+                rows = range(len(entries), len(entries) + number)
+                entries += (
+                    [None] * number
+                    if wanted is None
+                    else [
+                        TokenLogprobs(chosen[r], ranks[r], top_ids[r][:wanted], top[r][:wanted]) for r in rows
+                    ]
+                )
         return token_ids, entries
+
+
+def _started(start: Callable[[], Pending]) -> Pending:
+    """What ``start`` gives, or a step that fails with what it raises."""
+    try:
+        return start()
+    except Exception as error:  # noqa: BLE001 - it is the step's outcome
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Pending:
+    failed: Future[Sampled | None] = Future()
+    failed.set_exception(error)
+    return failed
 
 
 def _adapters(chunks: list[Chunk], starts: list[int]) -> Int32:

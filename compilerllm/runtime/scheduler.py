@@ -1,4 +1,4 @@
-"""What runs next: decodes first, then prefill chunks up to the token budget, first come, first served.
+"""What runs next: decodes first, then prefill chunks up to the token budget; first come, first served, or by priority.
 
     add -> waiting --admit--> running --finish--> gone
               ^                  |
@@ -7,8 +7,8 @@
 ``schedule`` may be called while earlier steps run; ``commit`` takes their results, in order. A block or slot is freed
 only when no running step uses it: a sequence that ends or is preempted meanwhile keeps them until that step's commit.
 
-Why it never stalls: a sequence takes blocks from later arrivals only, so the earliest always advances, and every
-request was checked at submission to fit the pool alone.
+Why it never stalls: a sequence takes blocks only from those after it in one fixed order (arrival, or priority and then
+arrival), so the first always advances, and every request was checked at submission to fit the pool alone.
 """
 
 import time
@@ -19,14 +19,19 @@ from collections.abc import Callable, Mapping
 from compilerllm.config import SchedulerConfig
 from compilerllm.ir.step import Bucket
 from compilerllm.runtime.block_pool import BlockPool
+from compilerllm.runtime.constraints import Constraint
 from compilerllm.runtime.messages import Request, Stats, TokenLogprobs
 from compilerllm.runtime.sequence import Sequence, Status
 from compilerllm.runtime.speculation import Drafter, count_accepted
 from compilerllm.runtime.step import Chunk, Step
 
 
-def _arrival(seq: Sequence) -> int:
-    return seq.arrival
+def _by_arrival(seq: Sequence) -> tuple[int, int]:
+    return 0, seq.arrival
+
+
+def _by_priority(seq: Sequence) -> tuple[int, int]:
+    return seq.order
 
 
 class Scheduler:
@@ -45,8 +50,9 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.max_model_len = max_model_len
-        self.waiting: deque[Sequence] = deque()  # by arrival
-        self.running: list[Sequence] = []  # by arrival
+        self._order = _by_priority if config.policy == "priority" else _by_arrival
+        self.waiting: deque[Sequence] = deque()  # in that order
+        self.running: list[Sequence] = []  # likewise
         self.unreported: dict[str, Sequence] = {}  # ended outside a commit (abort, error)
         self._open: dict[str, Sequence] = {}
         self._leaving = 0  # preempted sequences that a running step still holds
@@ -73,13 +79,13 @@ class Scheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> Sequence:
-        """Queue a request that passed ``Limits.check``."""
+    def add(self, request: Request, grammar: Constraint | None = None) -> Sequence:
+        """Queue a request that passed ``Limits.check``; ``grammar`` is what was compiled for it."""
         assert request.request_id not in self._open, f"request id {request.request_id!r} is open already"
-        seq = Sequence(request, self._arrivals, self.max_model_len)
+        seq = Sequence(request, self._arrivals, self.max_model_len, grammar)
         self._arrivals += 1
         self._open[seq.request_id] = seq
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=self._order)
         return seq
 
     def abort(self, request_id: str) -> None:
@@ -134,7 +140,7 @@ class Scheduler:
                 lacking = True
                 break
             drafts: list[int] | None = None
-            if self._max_drafts and not seq.params.penalised:
+            if self._max_drafts and not seq.params.penalised and not seq.follows:
                 if seq.in_flight:  # how many tokens it gets is not known yet
                     continue
                 drafts = self._propose(seq, min(tokens, rows) - 1)
@@ -176,24 +182,29 @@ class Scheduler:
         """Where the next chunk of a prefill ends, within what the step has left."""
         start = seq.scheduled
         end = start + min(seq.length - start, self._max_tokens - step.num_tokens, self._max_chunk)
-        if end == seq.length and step.num_rows >= self._max_rows:
+        rows = self._max_rows - step.num_rows
+        if (over := seq.scores_to(start, end) - rows) > 0:
+            end = min(end, seq.num_prompt - 1) - over  # each token takes a row
+        if end == seq.length and seq.scores_to(start, end) >= rows:
             end -= 1  # no row is left to sample from its last token
         return end
 
     def _append_prefill(self, step: Step, seq: Sequence, end: int) -> None:
-        samples = 1 if end == seq.length else 0
-        step.chunks.append(Chunk(seq, seq.scheduled, end, samples))
+        chunk = Chunk(
+            seq, seq.scheduled, end, 1 if end == seq.length else 0, scores=seq.scores_to(seq.scheduled, end)
+        )
+        step.chunks.append(chunk)
         step.num_tokens += end - seq.scheduled
-        step.num_rows += samples
+        step.num_rows += chunk.rows
         seq.scheduled = end
-        seq.pending += samples
+        seq.pending += chunk.samples
         seq.step_number = step.number
 
     def _admit_waiting(self, step: Step) -> None:
         """Start waiting sequences in order, as long as the step has room and the pool could hold their tokens."""
         while self.waiting and len(self.running) < self._max_seqs and step.num_tokens < self._max_tokens:
             seq = self.waiting[0]
-            hit = self.pool.match(seq)
+            hit = self.pool.match(seq, share=seq.scored)  # a score needs its token computed
             if hit.awaited:  # cheaper to share that block, a step later, than to compute it twice
                 break
             # Room for the token it samples too: a sequence that must preempt others at once had better wait.
@@ -203,7 +214,7 @@ class Scheduler:
             self.waiting.popleft()
             seq.status = Status.RUNNING
             seq.computed = seq.scheduled = hit.tokens
-            insort(self.running, seq, key=_arrival)
+            insort(self.running, seq, key=self._order)
             step.admitted.append(seq)
             if seq.first_scheduled is None:
                 seq.first_scheduled = self._clock()
@@ -252,7 +263,7 @@ class Scheduler:
         self.pool.release(seq)
         seq.status = Status.WAITING
         seq.computed = seq.scheduled = 0
-        insort(self.waiting, seq, key=_arrival)
+        insort(self.waiting, seq, key=self._order)
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -266,13 +277,16 @@ class Scheduler:
         row = 0
         for chunk in step.chunks:
             seq = chunk.seq
-            first, row = row, row + chunk.samples
+            scores, first, row = row, row + chunk.scores, row + chunk.rows
             seq.in_flight -= 1
             if chunk.samples:
                 seq.pending -= 1
             if seq.finish_reason is not None:  # it ended while this step ran; the tokens are not wanted
                 self._retire(seq)
                 continue
+            if chunk.scores:
+                assert logprobs is not None, "scored rows have log-probabilities"
+                seq.prompt_scores += [entry for entry in logprobs[scores:first] if entry is not None]
             if chunk.samples:
                 self._accept(chunk, token_ids, logprobs, first, now)
                 touched.append(seq)
@@ -404,7 +418,7 @@ class Scheduler:
         """Raise ``AssertionError`` unless queues, sequences and the pool agree. O(sequences + blocks)."""
         self.pool.check()
         for name, seqs in (("waiting", self.waiting), ("running", self.running)):
-            order = [seq.arrival for seq in seqs]
+            order = [self._order(seq) for seq in seqs]
             assert order == sorted(order), f"{name} is out of order: {order}"
         for seq in self.waiting:
             assert seq.status is Status.WAITING and not seq.in_flight and seq.slot < 0, (

@@ -3,7 +3,9 @@
 import random
 from enum import Enum
 
+from compilerllm.runtime.constraints import Constraint, make_constraints
 from compilerllm.runtime.messages import Request, TokenLogprobs
+from compilerllm.runtime.repetition import repeats
 
 
 class Status(Enum):
@@ -25,18 +27,23 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "bans", "bias", "cached_tokens", "capacity", "computed", "error", "finish_reason", "first_scheduled",
-        "first_token", "hashes", "in_flight", "leaving", "limit", "new_logprobs", "new_tokens", "num_preemptions",
-        "num_prompt", "params", "pending", "published", "reported", "request", "request_id", "resync", "scheduled",
-        "seed", "slot", "status", "step_number", "stop_ids", "stop_reason", "tables", "tables_changed", "tokens",
+        "arrival", "bans", "bias", "cached_tokens", "capacity", "computed", "constraints", "error", "finish_reason",
+        "first_scheduled", "first_token", "follows", "hashes", "in_flight", "leaving", "limit", "new_logprobs",
+        "new_tokens", "num_preemptions", "num_prompt", "order", "params", "pending", "prompt_scores", "published",
+        "reported", "request", "request_id", "resync", "scheduled", "seed", "slot", "status", "step_number", "stop_ids",
+        "stop_reason", "tables", "tables_changed", "tokens",
     )  # fmt: skip
 
-    def __init__(self, request: Request, arrival: int, max_model_len: int) -> None:
+    def __init__(
+        self, request: Request, arrival: int, max_model_len: int, grammar: Constraint | None = None
+    ) -> None:
         params = request.params
         self.request = request
         self.request_id = request.request_id
         self.params = params
-        self.arrival = arrival  # order of submission; never changes, so a preempted sequence keeps its place
+        self.arrival = arrival  # order of submission
+        # Who runs and stays before whom; never changes, so a preempted sequence keeps its place.
+        self.order = (request.priority, arrival)
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         wanted = max_model_len if params.max_tokens is None else self.num_prompt + params.max_tokens
@@ -47,6 +54,9 @@ class Sequence:
         self.stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         self.bans = sorted(self.stop_ids) if params.min_tokens else []  # banned until min_tokens are out
         self.bias = sorted(params.logit_bias.items())
+        self.constraints = make_constraints(request, grammar)
+        self.follows = any(c.follows for c in self.constraints)
+        self.prompt_scores: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
 
         self.status = Status.WAITING
         self.computed = 0
@@ -89,11 +99,29 @@ class Sequence:
         """Take one sampled token. Returns the finish reason if it ends the sequence."""
         self.tokens.append(token)
         self.new_tokens.append(token)
+        for constraint in self.constraints:
+            constraint.accept(token)
         if token in self.stop_ids and self.num_outputs >= self.params.min_tokens:
             if token in self.params.stop_token_ids:
                 self.stop_reason = token
             return "stop"
+        if self.constraints and any(c.complete for c in self.constraints):
+            return "stop"
+        rule = self.params.repetition_detection
+        if rule is not None and repeats(self.tokens[self.num_prompt :], rule):
+            return "repetition"
         return "length" if len(self.tokens) >= self.limit else None
+
+    def scores_to(self, start: int, end: int) -> int:
+        """How many of the positions [start, end) still owe the log-probability of the prompt's token behind them."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        return max(0, min(end, self.num_prompt - 1) - max(start, len(self.prompt_scores)))
+
+    @property
+    def scored(self) -> bool:
+        """Whether no token of the prompt owes its log-probability."""
+        return self.params.prompt_logprobs is None or len(self.prompt_scores) >= self.num_prompt - 1
 
     def __repr__(self) -> str:
         return (

@@ -8,20 +8,39 @@ from compilerllm.runtime.sequence import Sequence
 class Chunk:
     """Positions [start, end) of one sequence, whose last ``samples`` rows are sampled.
 
+    ``scores`` rows before those report on the prompt's tokens behind them, which end where the sampled rows begin, or at
+    the last token whose successor is known.
     ``drafts`` are guessed tokens after the sequence's own; they fill the last positions of the chunk, and are
     accepted as far as the sampled tokens agree with them.
     """
 
-    __slots__ = ("drafts", "end", "samples", "seq", "start")
+    __slots__ = ("drafts", "end", "samples", "scores", "seq", "start")
 
     def __init__(
-        self, seq: Sequence, start: int, end: int, samples: int, drafts: list[int] | None = None
+        self,
+        seq: Sequence,
+        start: int,
+        end: int,
+        samples: int,
+        drafts: list[int] | None = None,
+        scores: int = 0,
     ) -> None:
         self.seq = seq
         self.start = start
         self.end = end
         self.samples = samples
         self.drafts = drafts
+        self.scores = scores
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits that it wants."""
+        return self.scores + self.samples
+
+    @property
+    def score_start(self) -> int:
+        """The first position that is scored."""
+        return max(self.start, len(self.seq.prompt_scores))
 
 
 @dataclass(eq=False)

@@ -25,7 +25,8 @@ class _Job(C.Structure):
 
     _fields_ = [
         ("logits", C.c_void_p), ("ld", C.c_int64), ("rows", C.c_int), ("vocab", C.c_int), ("slots", C.c_void_p),
-        ("bias_start", C.c_void_p), ("bias_token", C.c_void_p), ("bias_value", C.c_void_p), ("logprobs", C.c_int),
+        ("bias_start", C.c_void_p), ("bias_token", C.c_void_p), ("bias_value", C.c_void_p), ("mask", C.c_void_p),
+        ("target", C.c_void_p), ("logprobs", C.c_int),
         ("penalties", C.c_int), ("token", C.c_void_p), ("logprob", C.c_void_p), ("rank", C.c_void_p),
         ("top_ids", C.c_void_p), ("top_logprobs", C.c_void_p),
     ]  # fmt: skip
@@ -77,7 +78,8 @@ class Sampler:
         tables = self._table_pointers()
         job = _Job(
             logits.ctypes.data, logits.strides[0] // 4, count, self.vocab_size, rows.slots.ctypes.data,
-            rows.bias_start.ctypes.data, rows.bias_token.ctypes.data, rows.bias_value.ctypes.data, top if top else -1,
+            rows.bias_start.ctypes.data, rows.bias_token.ctypes.data, rows.bias_value.ctypes.data, _address(rows.mask),
+            _address(rows.target), top if top else -1,
             int(rows.penalties), result.token_ids.ctypes.data, result.logprob.ctypes.data, result.rank.ctypes.data,
             result.top_ids.ctypes.data, result.top_logprobs.ctypes.data,
         )  # fmt: skip
@@ -94,6 +96,7 @@ def _row(rows: SampleRows, r: int) -> SampleRows:
     return SampleRows(
         rows.slots[r : r + 1], np.array([0, end - begin], np.int32), rows.bias_token[begin:end],
         rows.bias_value[begin:end], rows.num_logprobs, rows.penalties, rows.random,
+        None if rows.mask is None else rows.mask[r : r + 1], None if rows.target is None else rows.target[r : r + 1],
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ Logits are f32, steps 1 to 3 too; sums are f64. A row goes through, in this orde
 1. penalties: where a token was seen in prompt or output, positive logits are divided by ``repetition_penalty`` and
    negative ones multiplied; then ``frequency_penalty`` times its count in the output is taken off, and
    ``presence_penalty`` if the output has it;
-2. bias is added;
+2. bias is added, and tokens outside the row's mask are out of the question;
 3. temperature 0: the first largest logit is chosen. Otherwise logits are divided by it;
 4. those stay that are at least ``min_p`` as probable as the most probable one; of these, those not below the
    ``top_k``-th largest; of these, those not below the one at which the probability mass of what stayed, from the most
@@ -33,7 +33,7 @@ Wide = npt.NDArray[np.float64]
 def sample(logits: Floats, rows: SampleRows, tables: SamplingTables) -> Sampled:
     """Choose a token for each row of logits [R, V]; writes ``last_token``, ``draws`` and ``output_counts``.
 
-    A row whose slot is -1 gets its most likely token and touches no table.
+    A row whose slot is -1 gets its most likely token and touches no table; one with a target "gets" that.
     """
     number, width = len(rows.slots), rows.num_logprobs
     tokens = np.empty(number, np.int32)
@@ -42,7 +42,8 @@ def sample(logits: Floats, rows: SampleRows, tables: SamplingTables) -> Sampled:
     top_ids, top_logprobs = np.empty((number, width), np.int32), np.empty((number, width), np.float32)
     for r in range(number):
         raw = np.where(np.isnan(logits[r]), np.float32(-np.inf), logits[r]).astype(np.float32)
-        tokens[r] = token = _choose(raw, r, rows, tables)
+        given = -1 if rows.target is None else int(rows.target[r])
+        tokens[r] = token = given if given >= 0 else _choose(raw, r, rows, tables)
         if width:
             scores = log_softmax(raw)
             logprob[r], rank[r] = scores[token], 1 + np.count_nonzero(raw > raw[token])
@@ -57,6 +58,9 @@ def _choose(raw: Floats, r: int, rows: SampleRows, tables: SamplingTables) -> in
     logits = penalised(raw, slot, tables) if rows.penalties and slot >= 0 else raw.copy()
     entries = slice(int(rows.bias_start[r]), int(rows.bias_start[r + 1]))
     np.add.at(logits, rows.bias_token[entries], rows.bias_value[entries])
+    if rows.mask is not None:
+        bits = np.unpackbits(rows.mask[r].astype("<u4").view(np.uint8), bitorder="little")[: len(logits)]
+        logits[bits == 0] = -np.inf
     if slot < 0 or tables.temperature[slot] <= 0:
         return int(logits.argmax())
     weights = cut_weights(

@@ -1,6 +1,6 @@
 """The sampling program: plans by variant and number of rows, apart from any graph, which joins a step's behind its forward.
 
-Variants are "greedy", "sampled" (temperature, top-k, top-p, min-p) and "full" (also penalties, biases and
+Variants are "greedy", "sampled" (temperature, top-k, top-p, min-p) and "full" (also penalties, biases, masks, scores and
 log-probabilities; few rows at a time, since it changes a copy of the logits). ``GpuSampler`` runs them and says what
 its tables hold.
 """
@@ -149,7 +149,15 @@ class _Emitter:
              "values": (Pointer("table", "bias_value"), "fp32")},
             {"BLOCK": 128},
         )  # fmt: skip
+        self._launch(
+            "penalties:mask_out", (self._r, self.splits),
+            {"meta": self.meta, "masks": (Pointer("table", "masks"), "i32"), "adjusted": copy},
+            {"WORDS": -(-self.vocab // 32), "SPAN": self.span, "BLOCK": BLOCK},
+        )  # fmt: skip
         self._choose(copy)
+        self._launch(
+            "penalties:take_target", (self._r,), {**common, "sampled": self.sampled}, {}, num_warps=1
+        )
         self._launch(
             "penalties:count_token", (self._r,), {**common, "sampled": self.sampled, "output_counts": counts}, {}, num_warps=1
         )  # fmt: skip
@@ -193,7 +201,7 @@ class _Emitter:
         if "V" in argument_names(template):
             constants["V"] = self.vocab
         # A launch of the full variant may begin at any row.
-        free = {"sampled", "results", "logprob", "rank"} if self.variant == FULL else set()
+        free = {"sampled", "results", "logprob", "rank", "masks"} if self.variant == FULL else set()
         if self.variant == FULL and self.vocab % 4 and args.get("logits") == self.raw:
             free.add("logits")
         source = KernelSource.of(

@@ -8,6 +8,7 @@ wrong position, a missed write or a rollback too short changes the output; what 
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from compilerllm.ir.step import (
     StateGroup,
     StepInputs,
 )
+from compilerllm.runtime.constraints import Constraint, mask_row
 from compilerllm.runtime.messages import ModelFacts
 from compilerllm.sampling_params import SamplingParams
 
@@ -67,6 +69,13 @@ def penalise(logits: Any, params: tuple[float, float, float], prompt: Any, outpu
         - np.float32(presence) * (np.asarray(output) > 0)
         - np.float32(frequency) * np.asarray(output, np.float32)
     )
+
+
+def forbid(logits: Any, mask: Any) -> None:
+    """-inf for tokens whose bit is not set."""
+    for token in range(VOCAB):
+        if not int(mask[token // 32]) >> token % 32 & 1:
+            logits[token] = -np.inf
 
 
 def choose(logits: Any, temperature: float, seed: int, draw: int) -> int:
@@ -111,6 +120,7 @@ def generate_alone(
     *,
     eos: tuple[int, ...] = (EOS,),
     adapter: int = 0,
+    constraints: Sequence[Constraint] = (),
 ) -> tuple[list[int], str]:
     """Output tokens and finish reason. ``params.seed`` is needed for temperatures above 0."""
     model = Alone(groups, adapter)
@@ -130,8 +140,12 @@ def generate_alone(
             logits[token] += np.float32(bias)
         if len(output) < params.min_tokens:
             logits[sorted(stops)] = -np.inf
+        if constraints:
+            forbid(logits, mask_row(constraints, VOCAB))
         output.append(choose(logits, params.temperature, (params.seed or 0) & _MASK, len(output)))
         model.extend(output[-1:])
+        for constraint in constraints:
+            constraint.accept(output[-1])
         if output[-1] in stops and len(output) >= params.min_tokens:
             return output, "stop"
         if len(model.tokens) >= end:
@@ -282,13 +296,20 @@ class FakeModel:
                 logits = penalise(logits, values, tables.prompt_counts[slot], tables.output_counts[slot])  # type: ignore[arg-type]
             entries = slice(rows.bias_start[r], rows.bias_start[r + 1])
             np.add.at(logits, rows.bias_token[entries], rows.bias_value[entries])
-            assert rows.random or tables.temperature[slot] == 0
-            seed, draw = int(tables.seed[slot]), int(tables.draws[slot])
-            token = choose(logits, float(tables.temperature[slot]), seed, draw)
-            tables.draws[slot] += 1
-            tables.last_token[slot] = token
-            if tables.output_counts is not None:
-                tables.output_counts[slot, token] += 1
+            if rows.mask is not None:
+                forbid(logits, rows.mask[r])
+            if slot < 0:
+                assert rows.target is not None and rows.target[r] >= 0, "a row without a slot scores a token"
+                token = int(rows.target[r])
+            else:
+                assert rows.target is None or rows.target[r] < 0
+                assert rows.random or tables.temperature[slot] == 0
+                seed, draw = int(tables.seed[slot]), int(tables.draws[slot])
+                token = choose(logits, float(tables.temperature[slot]), seed, draw)
+                tables.draws[slot] += 1
+                tables.last_token[slot] = token
+                if tables.output_counts is not None:
+                    tables.output_counts[slot, token] += 1
             ids.append(token)
             order = np.argsort(-raw, kind="stable")
             logprobs = raw - np.log(np.exp(raw.astype(np.float64)).sum())

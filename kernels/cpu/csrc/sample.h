@@ -37,6 +37,7 @@ struct SampleRow {
   const int* banned = nullptr;
   int banned_count = 0;
   const uint32_t* mask = nullptr;  // [ceil(V/32)], bit set: allowed
+  int target = -1;                 // >= 0: the token to report on, in place of choosing one
   int logprobs = -1;               // -1: none; else how many of the most likely to report
   int* top_ids = nullptr;          // [logprobs]
   float* top_logprobs = nullptr;   // [logprobs]
@@ -227,7 +228,9 @@ inline void sample(Team& team, const float* logits, int ldl, int R, int V, const
       use = x;
     }
     SampleResult result{0, 0, 0};
-    if (row.temperature <= 0) {
+    if (row.target >= 0) {
+      result.token = row.target;
+    } else if (row.temperature <= 0) {
       result.token = argmax(use, V);
     } else {
       const f32x16 scale = set1(row.temperature);

@@ -23,6 +23,8 @@ struct SampleJob {
   int rows, vocab;
   const int *slots, *bias_start, *bias_token;
   const float* bias_value;
+  const uint32_t* mask;  // [rows, ceil(vocab / 32)] or null
+  const int* target;     // [rows] or null
   int logprobs;   // -1: none
   int penalties;  // nonzero: some row's logits depend on counts
   int* token;
@@ -85,6 +87,8 @@ CLLM_EXPORT void cllm_sample(int threads, const SampleJob* job, const SampleTabl
     row.bias_ids = j.bias_token + j.bias_start[r];
     row.biases = j.bias_value + j.bias_start[r];
     row.bias_count = j.bias_start[r + 1] - j.bias_start[r];
+    if (j.mask) row.mask = j.mask + size_t(r) * ceil_div(j.vocab, 32);
+    if (j.target) row.target = j.target[r];
     row.logprobs = j.logprobs;
     if (j.logprobs > 0) {
       row.top_ids = j.top_ids + size_t(r) * j.logprobs;

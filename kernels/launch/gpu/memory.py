@@ -178,7 +178,7 @@ def plan_model(sizes: ModelSizes, slots: int | None = None, overhead: Overhead =
     if sizes.sampling is not None:
         arena = max((p.arena_bytes for p in sizes.sampling.plans), default=0)
         parts["sampling tables"] = table_allocations(arena, sizes.sampling.counters, sizes.rows, slots)
-        late = late_bytes(slots, sizes.vocab)
+        late = late_bytes(slots, sizes.rows, sizes.vocab)
     taken = {name: sum(map(rounded, pieces)) for name, pieces in parts.items()}
     in_order = [rounded(piece) for pieces in parts.values() for piece in pieces]
     graphs = sizes.graph_nodes()

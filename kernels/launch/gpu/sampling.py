@@ -37,7 +37,7 @@ from compilerllm.kernels.launch.sampling import empty_tables
 GREEDY, SAMPLED, FULL = "greedy", "sampled", "full"
 FULL_ROWS = 32  # rows of a launch that works on a copy of the logits
 TOP = 32  # places for a row's most likely tokens
-META_WORDS = 16  # int32: rows of the step, log-probabilities wanted a row, unused
+META_WORDS = 16  # int32: rows of the step, log-probabilities wanted a row, whether rows have masks, unused
 BIAS_ENTRIES = 1024  # of a step, for which there is memory from the start
 MOST_BIAS_BYTES = 8 << 20  # what steps with more may add to that
 # What the memory plan calls what is allocated here at the start, and with the first request that needs it.
@@ -65,6 +65,7 @@ class RowLayout:
     bias_begin: int = 12
     bias_end: int = 13
     penalised: int = 14
+    target: int = 15  # a token to report on in place of choosing one, or -1
     words: int = 16
 
 
@@ -81,10 +82,17 @@ def table_allocations(arena: int, counters: int, rows: int, slots: int) -> list[
     ]  # fmt: skip
 
 
-def late_bytes(slots: int, vocab: int) -> int:
-    """Most bytes that requests with penalties and biases may add: counts of tokens by slot, longer lists of biases."""
+def late_bytes(slots: int, rows: int, vocab: int) -> int:
+    """Most bytes that requests with penalties, biases and masks may add: counts of tokens by slot, longer lists of biases,
+    a bit for each token of each of a step's ``rows``."""
     size = slots * vocab
-    return sum(-(-n // ALIGNMENT) * ALIGNMENT for n in (size, 2 * size)) + MOST_BIAS_BYTES
+    tables = (size, 2 * size, mask_bytes(rows, vocab))
+    return sum(-(-n // ALIGNMENT) * ALIGNMENT for n in tables) + MOST_BIAS_BYTES
+
+
+def mask_bytes(rows: int, vocab: int) -> int:
+    """Bytes of the masks of ``rows``."""
+    return 4 * rows * -(-vocab // 32)
 
 
 class _Upload:
@@ -167,6 +175,8 @@ class GpuSampler:
             None  # prompt seen u8, output i16: [slots, V]
         )
         self._count_upload: _Upload | None = None
+        self._masks: torch.Tensor | None = None  # int32 [R, ceil(V / 32)]
+        self._mask_upload: _Upload | None = None
 
     @property
     def addresses(self) -> Mapping[str, int]:
@@ -214,6 +224,10 @@ class GpuSampler:
             if not rows.penalties or self._counts is None:
                 table[:, ROW.penalised] = 0
             self._send_biases(rows)
+            table[:, ROW.target] = -1 if rows.target is None else rows.target
+            words[2] = rows.mask is not None
+            if rows.mask is not None:
+                self._send_masks(rows.mask)
         self._upload.send([(self._inputs.data_ptr(), 0, words.nbytes)])
         return "" if variant == FULL else variant
 
@@ -286,6 +300,20 @@ class GpuSampler:
         token, value = (memory.data_ptr() for memory in self._biases)
         self._bias_upload.send([(token, 0, 4 * count), (value, 4 * count, 4 * count)])
 
+    def _reserve_masks(self) -> None:
+        nbytes = mask_bytes(self._logits.shape[0], self.vocab_size)
+        self._masks = self._backend.allocate(nbytes, BIASES)
+        self._mask_upload = _Upload(self._backend, nbytes)
+        self._forget_full()
+
+    def _send_masks(self, mask: npt.NDArray[np.uint32]) -> None:
+        if self._mask_upload is None:
+            self._reserve_masks()
+        assert self._mask_upload is not None and self._masks is not None
+        buffer = self._mask_upload.take()
+        buffer[: mask.nbytes].view(np.uint32).reshape(mask.shape)[:] = mask
+        self._mask_upload.send([(self._masks.data_ptr(), 0, mask.nbytes)])
+
     def _forget_full(self) -> None:
         """Bound launches that hold addresses of tables which have moved."""
         self._bound = {key: plan for key, plan in self._bound.items() if key[0] != FULL}
@@ -324,10 +352,12 @@ class GpuSampler:
         inputs = self._inputs.data_ptr()
         tables = {n: self._results[n].data_ptr() + size * start for n, size in self._sizes.items()}
         seen, output = (inputs, inputs) if self._counts is None else (m.data_ptr() for m in self._counts)
+        masks = inputs if self._masks is None else self._masks.data_ptr() + mask_bytes(start, self.vocab_size)
         tables |= {
             "results": self._ring.data_ptr() + 4 * start, "ring": self._ring_word, "row_meta": inputs, "rows": inputs + 4 * (META_WORDS + ROW.words * start), "row_slots": row_slots,
             "last_token": self._last_token.data_ptr(), "bias_token": self._biases[0].data_ptr(),
             "bias_value": self._biases[1].data_ptr(), "prompt_seen": seen, "output_counts": output,
+            "masks": masks,
         }  # fmt: skip
         return Addresses(
             tables=tables, arena=self._arena.data_ptr(), counters=self._counters.data_ptr(),
@@ -368,8 +398,8 @@ class GpuSampler:
 
 def variant_of(rows: SampleRows) -> str:
     """The least that serves these rows."""
-    if rows.penalties or rows.num_logprobs or len(rows.bias_token):
-        return FULL
+    if rows.penalties or rows.num_logprobs or len(rows.bias_token) or rows.mask is not None:
+        return FULL  # a target comes with log-probabilities
     return SAMPLED if rows.random else GREEDY
 
 

@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen from them: penalties on what was seen, biases, bans."""
+"""What changes logits before a token is chosen from them: penalties on what was seen, biases, bans, masks."""
 
 import triton
 import triton.language as tl
@@ -55,6 +55,40 @@ def add_bias(params, meta, tokens, values, adjusted, V: tl.constexpr, BLOCK: tl.
             token = tl.load(tokens + entry, mask=entry < end, other=0)
             value = tl.load(values + entry, mask=entry < end, other=0.0)
             tl.atomic_add(target + token, value, mask=entry < end, sem="relaxed")
+
+
+@triton.jit
+def mask_out(
+    meta, masks, adjusted,
+    V: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (R, splits): -inf where the token's bit in masks [R, WORDS] is not set; nothing where meta[2] is 0."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    if (row < tl.load(meta)) & (tl.load(meta + 2) != 0):
+        start = tl.program_id(1) * SPAN
+        end = tl.minimum(start + SPAN, V)
+        target = adjusted + row.to(tl.int64) * V
+        for at in range(start, end, BLOCK):
+            column = at + tl.arange(0, BLOCK)
+            bits = tl.load(masks + row * WORDS + column // 32, mask=column < end, other=-1)
+            banned = ((bits >> (column % 32)) & 1) == 0
+            tl.store(target + column, float("-inf"), mask=(column < end) & banned)
+
+
+@triton.jit
+def take_target(params, meta, sampled, PDL: tl.constexpr):
+    """Grid (R): a row with a target reports on that token."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    if row < tl.load(meta):
+        token = word(params, row, 15)
+        if token >= 0:
+            tl.store(sampled + row, token)
 
 
 @triton.jit

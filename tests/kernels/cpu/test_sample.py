@@ -22,6 +22,7 @@ class Row(ctypes.Structure):
         ("banned", ctypes.c_void_p),
         ("banned_count", ctypes.c_int),
         ("mask", ctypes.c_void_p),
+        ("target", ctypes.c_int),
         ("logprobs", ctypes.c_int),
         ("top_ids", ctypes.c_void_p),
         ("top_logprobs", ctypes.c_void_p),
@@ -70,7 +71,7 @@ class Params:
             "position",
         ):
             setattr(row, name, getattr(self, name))
-        row.logprobs = self.logprobs
+        row.logprobs, row.target = self.logprobs, -1
         for name, tensor in self.tensors.items():
             setattr(row, name, address(tensor))
         row.bias_count = len(self.tensors.get("biases", ()))

@@ -84,3 +84,28 @@ def test_rows_of_one_slot_and_rows_without_one(library: Library) -> None:
     np.testing.assert_array_equal(got.top_ids, want.top_ids)
     np.testing.assert_array_equal(sampler.tables.draws, expected.draws)
     np.testing.assert_array_equal(sampler.tables.last_token, expected.last_token)
+
+
+def test_masks_and_targets(library: Library) -> None:
+    """A mask leaves single tokens, few, none or all; a target is reported on, and its slot's row goes on all the same."""
+    rng = np.random.default_rng(8)
+    sampler = Sampler(library, VOCAB, SLOTS, threads=2)
+    fill(sampler.tables, rng)
+    expected = copy.deepcopy(sampler.tables)
+    allowed = rng.random((SLOTS, VOCAB)) < rng.choice([0.0, 0.002, 0.3, 1.0], SLOTS)[:, None]
+    allowed[np.arange(SLOTS) % 4 == 1] = False
+    allowed[np.arange(SLOTS) % 4 == 1, 999] = True  # the last, in a word that is not full
+    padded = np.pad(allowed, ((0, 0), (0, -VOCAB % 32)))
+    mask = np.packbits(padded, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+    target = np.where(np.arange(SLOTS) % 5 == 0, rng.integers(0, VOCAB, SLOTS), -1).astype(np.int32)
+    slots = np.where(target >= 0, -1, np.arange(SLOTS)).astype(np.int32)
+    nothing = np.zeros(SLOTS + 1, np.int32), np.empty(0, np.int32), np.empty(0, np.float32)
+    rows = SampleRows(slots, *nothing, 3, False, True, mask, target)
+    logits = (rng.normal(size=(SLOTS, VOCAB)) * 4).astype(np.float32)
+    got, want = sampler.sample(logits, rows), sample(logits, rows, expected)
+    np.testing.assert_array_equal(got.token_ids, want.token_ids)
+    np.testing.assert_array_equal(got.rank, want.rank)
+    np.testing.assert_allclose(got.logprob, want.logprob, rtol=1e-5, atol=1e-5)
+    chosen = target < 0
+    some = allowed.any(axis=1)
+    assert allowed[chosen & some, got.token_ids[chosen & some]].all() and (got.token_ids[~chosen] == target[~chosen]).all()

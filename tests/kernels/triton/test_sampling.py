@@ -291,6 +291,32 @@ def test_penalties_with_rows_of_one_slot() -> None:
     assert len(set(got.token_ids.tolist())) == 4
 
 
+@pytest.mark.parametrize("vocab", [1000, 1003])
+def test_masks_and_targets(vocab: int) -> None:
+    """In full launches that begin at any row: a step has more rows than one of them takes."""
+    rig = Rig(vocab)
+    for slot, case in enumerate((0, 1, 2, 10)):
+        rig.fill(slot, **CASES[case])
+    generator = np.random.default_rng(4)
+    rows = rows_of([3, -1, 0, 1, -1, 2], rig.oracle, logprobs=3)
+    may = generator.random((6, vocab)) < np.array([0.01, 1, 0.5, 0, 1, 1])[:, None]
+    may[3, vocab - 1] = True
+    bits = (
+        np.packbits(np.pad(may, ((0, 0), (0, -vocab % 32))), axis=1, bitorder="little")
+        .view("<u4")
+        .astype(np.uint32)
+    )
+    target = np.array([-1, 5, -1, -1, vocab - 1, -1], np.int32)
+    logits = noise(6, vocab)
+    logits[0, 17] = np.nan
+    masked = dataclasses.replace(rows, mask=bits, target=target)
+    assert variant_of(dataclasses.replace(rows, num_logprobs=0, mask=bits)) == FULL
+    got = rig.expect(logits, masked)
+    assert got.token_ids[[1, 3, 4]].tolist() == [5, vocab - 1, vocab - 1]
+    rig.expect(noise(6, vocab, 1), dataclasses.replace(masked, target=None, num_logprobs=0))
+    rig.expect(noise(6, vocab, 2), rows)  # no mask of the step before is left
+
+
 def test_many_biases() -> None:
     rig = Rig(1000)
     bias = [dict.fromkeys(range(900), -np.inf), dict.fromkeys(range(100, 1000), -np.inf)]
