@@ -4,7 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from compilerllm.kernels.launch.gpu.program import samples_all
 from compilerllm.kernels.triton.target import CudaTarget
 
 if TYPE_CHECKING:
-    from compilerllm.passes.pipeline import GraphPass
+    from compilerllm.passes.pipeline import GraphPass, ModulePass
     from compilerllm.passes.report import PassReport
 
     OnRewrite = Callable[[Module, PassReport], None]
@@ -46,7 +46,7 @@ def cuda_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
     return (*(Bucket(s, s, s, 1) for s in decode), *mixed)
 
 
-def bucket_passes(bucket: Bucket) -> "list[GraphPass]":
+def bucket_passes(bucket: Bucket) -> "list[ModulePass]":
     """The rewrites that pay at the bucket's size, in order: early gathers, norms inside small linears, whole decodes."""
     from compilerllm.passes.fuse_norm_linear import fuse_norm_linear
     from compilerllm.passes.fuse_norm_route import fuse_norm_route
@@ -54,18 +54,29 @@ def bucket_passes(bucket: Bucket) -> "list[GraphPass]":
     from compilerllm.passes.gather_early import gather_early
     from compilerllm.passes.sample_every_token import sample_every_token
 
-    passes: list[GraphPass] = []
+    passes: list[ModulePass] = []
     if bucket.max_query > 1:
-        passes.append(gather_early)
+        passes.append(_on_main(gather_early))
     elif samples_all(bucket):
         passes.append(sample_every_token)
     if bucket.tokens <= NORM_LINEAR_TOKENS:
-        passes.append(fuse_norm_linear)
+        passes.append(_on_main(fuse_norm_linear))
     if bucket.tokens <= NORM_ROUTE_TOKENS:
-        passes.append(fuse_norm_route)
+        passes.append(_on_main(fuse_norm_route))
     if bucket.max_query == 1:
-        passes.append(fuse_qkv_attention)
+        passes.append(_on_main(fuse_qkv_attention))
     return passes
+
+
+def _on_main(run: "GraphPass") -> "ModulePass":
+    """A pass over one function, run over ``main``."""
+
+    @wraps(run)
+    def on_module(module: Module, report: "PassReport") -> Module:
+        main = run(module.main, report)
+        return module if main is module.main else module.with_functions(main)
+
+    return on_module
 
 
 def prepare_bucket(module: Module, bucket: Bucket, on_rewrite: "OnRewrite | None" = None) -> Module:
@@ -75,9 +86,8 @@ def prepare_bucket(module: Module, bucket: Bucket, on_rewrite: "OnRewrite | None
     for run in bucket_passes(bucket):
         report = PassReport(run.__name__, module.main.name)
         start = time.perf_counter()
-        main = run(module.main, report)
+        module = run(module, report)
         report.seconds = time.perf_counter() - start
-        module = module if main is module.main else module.with_functions(main)
         if on_rewrite is not None:
             on_rewrite(module, report)
     return module

@@ -69,7 +69,8 @@ def _scalar(
     if not x.tensor.is_float or x.tensor.rank == 0 or x.type != node.output.type:
         return None
     attrs: dict[str, Attr] = {"scalar": constants[constant]}
-    if x is b and node.op in ("sub", "div", "pow", "remainder", "floor_div"):
+    swapped = (x is b) != bool(node.attrs.get("reverse"))
+    if swapped and node.op in ("sub", "div", "pow", "remainder", "floor_div"):
         attrs["reverse"] = True
     report.match()
     return r.emit_node(node.op, (r.get(x),), attrs, name=node.output.name)

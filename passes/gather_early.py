@@ -49,7 +49,8 @@ def _tail(graph: Graph) -> frozenset[Node]:
         if user in found:
             return True
         rows = producers.get(user.operand(1)) if user.op == "gather_rows" else None
-        return rows is not None and rows.op == "step_field" and user.operand(0) is value
+        sampled = rows is not None and rows.op == "step_field" and rows.text("field") == "sample_rows"
+        return sampled and user.operand(0) is value
 
     for node in reversed(graph.nodes):
         if node.op in ("gather_rows", "embedding") or not node.outputs or not rowwise(node):

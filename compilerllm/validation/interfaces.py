@@ -14,7 +14,7 @@ from compilerllm.ir.graph import Graph, Module, Value
 from compilerllm.ir.step import StepInputs
 from compilerllm.ir.types import StepType
 from compilerllm.kernels.groups import paged_windows
-from compilerllm.kernels.reference.collective import ThreadCollective
+from compilerllm.kernels.reference.collective import Collective, ThreadCollective
 from compilerllm.kernels.reference.states import BLOCK_SIZE, State, allocate_states
 from compilerllm.passes.page_attention import POSITIONS, TOKEN_IDS
 from compilerllm.passes.shard import Mesh
@@ -193,7 +193,7 @@ def _chunked(
         )
         given = []
         if len(after.main.inputs) > 1:
-            for i, value in enumerate(before.inputs):
+            for i in range(len(before.inputs)):
                 parts = [inputs[s][i][a:b] for s, (a, b) in enumerate(spans)]
                 given.append(torch.cat(parts) if per_token[i] else inputs[0][i])
         results = runner.step(step, states, given)
@@ -230,10 +230,10 @@ def two_steps(module: Module, seed: int, adapters: Sequence[int] = (0, 0)) -> li
 
 def _run_steps(
     module: Module, weights: Weights, steps: Sequence[StepInputs], inputs: Sequence[Sequence[Tensor]],
-    collective: object = None, override: Mapping[str, Tensor] | None = None,
+    collective: Collective | None = None, override: Mapping[str, Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Every result of every step, one after another."""
-    runner = Runner(module, weights, collective, override)  # type: ignore[arg-type]  # a collective or nothing
+    runner = Runner(module, weights, collective, override)
     states: dict[str, State] = allocate_states(module, int(steps[0].block_tables.max()) + 1, 2)
     return [r for step, given in zip(steps, inputs, strict=True) for r in runner.step(step, states, given)]
 
@@ -275,21 +275,20 @@ def shard(app: Application) -> Iterator[Difference]:
 
 
 def _shard_tensors(app: Application, ranks: Sequence[Module]) -> Iterator[Difference]:
-    for chosen in app.kinds[:1]:
-        trial = make_trial(widen(app.before), chosen, app.seed)
-        assert trial is not None
-        weights = Weights(app.before, app.seed)
-        want = list(Runner(widen(app.before), weights).run(trial).outputs)
-        yield from _lockstep(
-            app,
-            ranks,
-            lambda m, c: list(Runner(widen(m), weights, c).run(trial).outputs),
-            want,  # type: ignore[arg-type]
-        )
+    """For a graph without a step: one set of inputs."""
+    trial = make_trial(widen(app.before), app.kinds[0], app.seed)
+    assert trial is not None
+    weights = Weights(app.before, app.seed)
+    want = list(Runner(widen(app.before), weights).run(trial).outputs)
+
+    def run(module: Module, collective: Collective) -> list[Tensor]:
+        return list(Runner(widen(module), weights, collective).run(trial).outputs)
+
+    yield from _lockstep(app, ranks, run, want)
 
 
 def _lockstep(
-    app: Application, ranks: Sequence[Module], run: Callable[[Module, object], list[Tensor]], want: list[Tensor]
+    app: Application, ranks: Sequence[Module], run: Callable[[Module, Collective], list[Tensor]], want: list[Tensor]
 ) -> Iterator[Difference]:  # fmt: skip
     group = ThreadCollective(len(ranks))
     nodes = tuple(

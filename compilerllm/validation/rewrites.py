@@ -25,6 +25,7 @@ from compilerllm.validation import interfaces
 from compilerllm.validation.errors import CannotValidate, RewriteInvalid
 from compilerllm.validation.inputs import KINDS, Kind, Trial
 from compilerllm.validation.relations import Application, Difference, Relation, Same
+from compilerllm.validation.running import one_thread
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ RELATIONS: dict[str, Relation] = {
     "float_logits": Same(interfaces.rounded_as_before),
     "shard": interfaces.shard,
     "add_adapters": interfaces.add_adapters,
-    "sample_every_token": Same(wanted=_decodes),
+    "sample_every_token": Same(wanted=_decodes, alone=False),
     "inline_calls": Same(alone=False),
-    "specialize": Same(wanted=_in_bucket),
+    "specialize": Same(wanted=_in_bucket, alone=False),
 }
 
 
@@ -101,7 +102,8 @@ BUCKET_PASSES: tuple[Pass, ...] = (
     Pass("inline_calls", "flat", "calls -> one flat main", on_module=lambda m, r, _: inline_calls(m, r)),
     Pass("fuse_route", "flat", "softmax, topk and what follows -> route", on_module=lambda m, r, _: fuse_route(m, r)),
     _graph(gather_early, "sampled rows before the last layer's per-row work"),
-    _graph(sample_every_token, "no gather where all tokens are sampled"),
+    Pass("sample_every_token", "bucket", "no gather where all tokens are sampled",
+         on_module=lambda m, r, _: sample_every_token(m, r)),
     _graph(fuse_norm_linear, "add_rms_norm and its only linear -> norm_linear"),
     _graph(fuse_norm_route, "add_rms_norm, linear and route -> norm_route"),
     _graph(fuse_qkv_attention, "qkv_rope_write and paged_attention -> qkv_attention"),
@@ -162,7 +164,7 @@ def _validated(
 ) -> Iterator[Finding]:
     try:
         after, _ = entry.run(module, options)
-    except Exception as error:  # whatever a wrong pass stumbles over is what is wrong with it
+    except Exception as error:  # noqa: BLE001 - whatever a wrong pass stumbles over is what is wrong with it
         yield Finding(entry.name, "main", f"the pass fails: {type(error).__name__}: {error}")
         return
     yield from validate_application(entry, module, after, options, kinds=kinds, seed=seed)
@@ -182,8 +184,9 @@ def validate_application(
     relation = RELATIONS.get(entry.name, Same())
     app = Application(entry, options or ASKED, before, after, kinds, seed)
     found: dict[tuple[str, str], Finding] = {}
-    for d in relation(app):
-        found.setdefault((d.function, d.kind), _finding(entry.name, d))
+    with one_thread():
+        for d in relation(app):
+            found.setdefault((d.function, d.kind), _finding(entry.name, d))
     return list(found.values())
 
 

@@ -1,7 +1,8 @@
 """Runs one side of a comparison in the reference interpreter, and says how far two results are apart."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,17 @@ from compilerllm.validation.inputs import Trial
 from compilerllm.validation.weights import Weights
 
 NARROW = ("bf16", "f16")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small tensors are faster without torch's other threads, and much so where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Alone:

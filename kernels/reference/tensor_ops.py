@@ -36,7 +36,7 @@ def _pairwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, An
 
 
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "pow": operator.pow,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": _pairwise(torch.true_divide), "pow": operator.pow,
     "remainder": operator.mod, "floor_div": operator.floordiv, "maximum": _pairwise(torch.maximum),
     "minimum": _pairwise(torch.minimum), "logical_and": _pairwise(torch.logical_and),
     "logical_or": _pairwise(torch.logical_or), "eq": operator.eq, "ne": operator.ne, "lt": operator.lt,
