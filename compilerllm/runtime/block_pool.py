@@ -48,6 +48,11 @@ class _Group:
     def num_free(self) -> int:
         return len(self.blank) + len(self.cached)
 
+    def blocks_for(self, length: int) -> int:
+        """Blocks that a sequence of ``length`` tokens may hold."""
+        all_of_it = -(-length // self.block_size)
+        return all_of_it if self.window is None else min(all_of_it, self.most)
+
     def first_needed(self, position: int) -> int:
         """The first block that a query at ``position``, or any later one, still reads."""
         return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
@@ -111,6 +116,19 @@ class BlockPool:
         """The longest context that fits when one sequence has the pool to itself; None = no bound."""
         bounded = (g for g in self._groups if g.window is None or g.most > self.num_blocks)
         return min((self.num_blocks * g.block_size for g in bounded), default=None)
+
+    def blocks_by_group(self, length: int) -> dict[str, int]:
+        """Blocks that a sequence of ``length`` tokens may hold, in each group."""
+        return {g.spec.name: g.blocks_for(length) for g in self._groups}
+
+    def blocks_for(self, length: int) -> int:
+        """The same, of the group in which it holds most."""
+        return max(self.blocks_by_group(length).values(), default=0)
+
+    def sequences_of(self, length: int) -> int:
+        """How many sequences of ``length`` tokens there can be at once, none of which shares a prefix."""
+        needed = self.blocks_for(length)
+        return min(self.num_slots, self.num_blocks // needed) if needed else self.num_slots
 
     @property
     def num_free_slots(self) -> int:

@@ -76,15 +76,12 @@ class InProcessEngine:
                 "max_model_len",
             )
         num_blocks = _count_blocks(model, cache, longest, max_num_seqs)
-        # Two steps may be under way: one runs, one is scheduled.
-        chunk = min(scheduler.max_prefill_chunk or longest, scheduler.max_num_batched_tokens)
-        chunk = chunk if widest is None else min(chunk, widest.max_query)
         pool = BlockPool(
             model.groups,
             num_blocks,
             max_num_seqs,
             enable_prefix_caching=cache.enable_prefix_caching,
-            max_ahead=max(2 * chunk, 1 + max_drafts),
+            max_ahead=max_ahead(scheduler, longest, widest, max_drafts),
         )
         longest = _fit(longest, pool, must_hold=max_model_len is not None)
         if any(group.rollback == "none" for group in model.groups):
@@ -124,6 +121,7 @@ class InProcessEngine:
             blocks_total=pool.num_blocks,
             block_size=size,
             max_open_requests=scheduler.max_open_requests,
+            policy=scheduler.policy,
             pid=os.getpid(),
             card={**self._facts.card, "KV blocks": blocks},
         )
@@ -256,6 +254,13 @@ class InProcessEngine:
 def widest_bucket(buckets: tuple[Bucket, ...]) -> Bucket | None:
     """The bucket that bounds every step: the one with most tokens, then most sequences. None = no bounds."""
     return max(buckets, key=lambda b: (b.tokens, b.sequences, b.rows, b.max_query), default=None)
+
+
+def max_ahead(scheduler: SchedulerConfig, longest: int, widest: Bucket | None, max_drafts: int = 0) -> int:
+    """Positions of a sequence that may be scheduled and not settled: two steps may be under way, one runs, one is planned."""
+    chunk = min(scheduler.max_prefill_chunk or longest, scheduler.max_num_batched_tokens)
+    chunk = chunk if widest is None else min(chunk, widest.max_query)
+    return max(2 * chunk, 1 + max_drafts)
 
 
 def _count_blocks(model: Executable, cache: CacheConfig, longest: int, max_num_seqs: int) -> int:

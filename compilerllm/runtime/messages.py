@@ -103,6 +103,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     blocks_total: int
     block_size: int
     max_open_requests: int | None = None  # running and waiting ones it takes; None = no limit
+    policy: str = "fcfs"  # in which order requests run
     pid: int = 0  # the engine's process
     card: dict[str, str]  # label -> text, in print order: model, target, buckets, KV blocks, memory, compile
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from compilerllm.parsing.parts import CallArguments, CallStart, Content, OutputParser, Part, Reasoning
 from compilerllm.sampling_params import SamplingParams
-from compilerllm.server.generation import Generation, Plan
+from compilerllm.server.generation import PLAIN, Generation, Plan, PlanOptions
 from compilerllm.server.service import Service
 from compilerllm.text.chat import render_chat
 from compilerllm.text.output import TextDelta
@@ -26,17 +26,18 @@ class ChatAsk:
     messages: list[Any]
     params: SamplingParams
     param: str = "messages"
-    cache_salt: str | None = None
+    options: PlanOptions = PLAIN
+    add_special_tokens: bool = False  # the template writes them
     template: dict[str, Any] = field(default_factory=dict)
+    source: str | None = None  # of a chat template in place of the model's
     parser: MakeParser | None = None
 
 
 def plan_chat(service: Service, ask: ChatAsk) -> Plan:
     """Render and encode the messages. In a thread. Raises ``InvalidParameter`` naming the message."""
-    text = render_chat(service.tokenizer, service.model, ask.messages, **ask.template)
-    # A chat template writes the special tokens itself.
+    text = render_chat(service.tokenizer, service.model, ask.messages, ask.source, **ask.template)
     return service.plan(
-        [text], ask.params, add_special_tokens=False, param=ask.param, cache_salt=ask.cache_salt
+        [text], ask.params, ask.options, add_special_tokens=ask.add_special_tokens, param=ask.param
     )
 
 
@@ -56,6 +57,26 @@ class ChatDelta(TextDelta):
 
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+
+
+def join_deltas(first: TextDelta, second: TextDelta) -> TextDelta:
+    """Two deltas of one sequence as one."""
+    both = (first.logprobs or []) + (second.logprobs or [])
+    text, tokens = first.text + second.text, first.token_ids + second.token_ids
+    end = second.finish_reason, second.stop_reason
+    logprobs = both if first.logprobs is not None or second.logprobs is not None else None
+    if not (isinstance(first, ChatDelta) or isinstance(second, ChatDelta)):
+        return TextDelta(text, tokens, logprobs, *end)
+    joined = ChatDelta(text, tokens, logprobs, *end)
+    for part in (first, second):
+        if isinstance(part, ChatDelta):
+            joined.reasoning += part.reasoning
+            for call in part.calls:
+                if joined.calls and joined.calls[-1].index == call.index:
+                    joined.calls[-1].arguments += call.arguments
+                else:
+                    joined.calls.append(call)
+    return joined
 
 
 class Reader(Protocol):

@@ -20,6 +20,9 @@ class ServerConfig:
     max_body_bytes: int = _option(32 << 20, "Largest request body in bytes; larger ones get 413.")
     tokenizer_threads: int = _option(2, "Threads that validate, render and tokenize requests.")
     shutdown_timeout: int = _option(30, "Seconds that open requests have to finish after SIGTERM.")
+    trust_request_chat_template: bool = _option(
+        False, "Let requests bring a chat template of their own (chat_template); it runs in the sandbox."
+    )
     access_log: bool = _option(False, "Log a line for each request.")
 
     def __post_init__(self) -> None:

@@ -2,16 +2,29 @@
 
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from compilerllm.errors import GenerationFailed
-from compilerllm.runtime.messages import Delta, Request
+from compilerllm.errors import GenerationFailed, InvalidParameter
+from compilerllm.runtime.messages import Delta, Request, ThinkingMarks, TokenLogprobs
 from compilerllm.sampling_params import SamplingParams
 from compilerllm.server.metrics import Metrics
 from compilerllm.server.streams import EngineStreams, Feed
 from compilerllm.text.output import SequenceText, TextDelta, compile_stops
-from compilerllm.text.prompts import Prompt, split_params
+from compilerllm.text.prompts import Prompt, Truncation, split_params
 from compilerllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a request says beside its prompts and its sampling."""
+
+    cache_salt: str | None = None
+    priority: int = 0
+    truncation: Truncation | None = None
+    thinking: ThinkingMarks | None = None
+
+
+PLAIN = PlanOptions()
 
 
 @dataclass(frozen=True)
@@ -20,7 +33,8 @@ class Plan:
 
     prompts: list[Prompt]
     params: list[SamplingParams]  # a set for each prompt; n not yet split
-    cache_salt: str | None
+    options: PlanOptions = PLAIN
+    bad_words: list[list[int]] = field(default_factory=list)  # token ids
 
 
 class _Sequence:
@@ -40,6 +54,10 @@ class Generation:
         self, plan: Plan, streams: EngineStreams, tokenizer: Tokenizer, metrics: Metrics, arrived: float
     ) -> None:
         self.id = uuid.uuid4().hex
+        self.plan = plan
+        self.prompt_scores: dict[
+            int, list[TokenLogprobs]
+        ] = {}  # by choice: of the prompt from its second token on
         self.prompt_tokens = sum(len(p.token_ids) for p in plan.prompts)
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -66,14 +84,21 @@ class Generation:
                         params=params,
                         arrival_time=self._arrived,
                         eos_token_ids=eos,
-                        cache_salt=plan.cache_salt,
+                        cache_salt=plan.options.cache_salt,
+                        priority=plan.options.priority,
+                        bad_words=plan.bad_words,
+                        thinking=plan.options.thinking,
                     )
                 )
         return requests
 
     @property
     def num_sequences(self) -> int:
-        return len(self._sequences)
+        return sum(params.n for params in self.plan.params)
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt that a choice continues."""
+        return self.plan.prompts[index // self.plan.params[0].n]
 
     async def read(self) -> list[tuple[int, TextDelta]]:
         """(choice index, what was added) for all that came since the last call; empty at the end or after ``close``.
@@ -96,7 +121,11 @@ class Generation:
             del self._sequences[delta.request_id]
             self._metrics.finished("error")
             self.close()
+            if delta.refused is not None:
+                raise InvalidParameter(delta.error or "the request cannot be run", delta.refused)
             raise GenerationFailed(delta.error or "the engine failed at this request")
+        if delta.prompt_logprobs is not None:
+            self.prompt_scores[sequence.index] = delta.prompt_logprobs
         if delta.token_ids:
             self._observe_token(sequence, delta, now)
         new = sequence.text.add(delta)

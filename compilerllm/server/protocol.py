@@ -6,13 +6,15 @@ unless they hold the value that asks for nothing.
 
 import difflib
 import re
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from compilerllm.errors import InvalidParameter
-from compilerllm.sampling_params import SamplingParams
+from compilerllm.sampling_params import RepetitionDetection, SamplingParams
 from compilerllm.server.errors import MalformedBody, UnknownField
+from compilerllm.server.generation import PlanOptions
+from compilerllm.text.prompts import Truncation
 
 # Fields that change nothing about the answer, so that ignoring them misleads nobody.
 HARMLESS = frozenset(
@@ -22,16 +24,13 @@ HARMLESS = frozenset(
 
 # Fields not done yet, with the values that ask for nothing.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (), "allowed_token_ids": ([],), "audio": (), "bad_words": ([],), "best_of": (1,),
-    "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "echo": (False,), "function_call": ("none",),
-    "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
-    "include_reasoning": (True,), "kv_transfer_params": (), "length_penalty": (1.0,), "logprob_token_ids": ([],),
-    "modalities": (["text"],), "mm_processor_kwargs": ({},), "prediction": (), "priority": (0,), "prompt_embeds": (),
-    "prompt_logprobs": (), "reasoning_effort": (), "repetition_detection": (), "response_format": ({"type": "text"},),
-    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,),
-    "stream_interval": (1,), "structured_outputs": (), "suffix": ("",), "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"), "tools": ([],), "truncate_prompt_tokens": (), "truncation_side": (),
-    "use_beam_search": (False,), "verbosity": (), "vllm_xargs": ({},), "web_search_options": (),
+    "audio": (), "function_call": ("none",), "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (),
+    "guided_regex": (), "kv_transfer_params": (), "ec_transfer_params": (), "logprob_token_ids": ([],), "modalities": (["text"],),
+    "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "prediction": (), "prompt_embeds": (), "response_format": ({"type": "text"},),
+    "return_mm_kwargs": (False,), "return_token_offsets": (False,), "return_weight_versions": (False,),
+    "routed_experts_prompt_start": (0,), "spaces_between_special_tokens": (True,), "structured_outputs": (),
+    "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "length_penalty": (1.0,), "verbosity": (),
+    "vllm_xargs": ({},), "watermarking": (False,), "web_search_options": (),
 }  # fmt: skip
 
 
@@ -61,9 +60,27 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+    prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetection | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    priority: int = 0
     stream: bool = False
     stream_options: StreamOptions | None = None
+    stream_interval: int = 1
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     cache_salt: str | None = None
+
+    def plan_options(self) -> PlanOptions:
+        """What is not sampling."""
+        cut = self.truncate_prompt_tokens
+        return PlanOptions(
+            self.cache_salt, self.priority, None if cut is None else Truncation(cut, self.truncation_side)
+        )
 
     @property
     def usage_at_end(self) -> bool:
@@ -144,6 +161,11 @@ def sampling_params(
         ignore_eos=request.ignore_eos,
         skip_special_tokens=request.skip_special_tokens,
         logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        bad_words=tuple(request.bad_words),
+        thinking_token_budget=request.thinking_token_budget,
+        repetition_detection=request.repetition_detection,
         logit_bias=_read_bias(request.logit_bias),
         **{**defaults, **chosen},
     )

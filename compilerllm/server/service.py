@@ -18,11 +18,11 @@ from compilerllm.sampling_params import SamplingParams
 from compilerllm.server import metrics as metrics_module
 from compilerllm.server.config import ServerConfig
 from compilerllm.server.errors import BodyTooLarge, ModelNotFound, error_response
-from compilerllm.server.generation import Generation, Plan
+from compilerllm.server.generation import PLAIN, Generation, Plan, PlanOptions
 from compilerllm.server.protocol import sampling_defaults
 from compilerllm.server.sse import EventStream
 from compilerllm.server.streams import EngineStreams, watch_disconnect
-from compilerllm.text.prompts import encode_prompt, fit_params
+from compilerllm.text.prompts import encode_bad_words, encode_prompt, fit_params
 from compilerllm.text.tokenizer import Tokenizer
 
 _MAX_SEQUENCES = 1024  # prompts times n of one request
@@ -111,28 +111,41 @@ class Service:
         self,
         prompts: list[Any],
         params: SamplingParams,
+        options: PlanOptions = PLAIN,
         *,
         add_special_tokens: bool,
         param: str,
-        cache_salt: str | None = None,
     ) -> Plan:
         """Prompts (texts or token ids) and how to continue them, checked against the model's context.
 
         ``param`` is the body's field that an error names.
         """
+        if options.priority and self.client.ready.policy != "priority":
+            raise InvalidParameter(
+                "priority needs a server with --policy priority; this one takes requests as they come",
+                "priority",
+            )
         if len(prompts) * params.n > _MAX_SEQUENCES:
             raise InvalidParameter(
                 f"prompts times n is {len(prompts) * params.n}, more than {_MAX_SEQUENCES}", "n"
             )
-        limit = self.client.ready.max_model_len
+        limit, cut = self.client.ready.max_model_len, options.truncation
         encoded = [
             encode_prompt(
-                self.tokenizer, p, add_special_tokens=add_special_tokens, param=param, max_model_len=limit
+                self.tokenizer,
+                p,
+                add_special_tokens=add_special_tokens,
+                param=param,
+                max_model_len=limit if cut is None else None,
             )
             for p in prompts
         ]
+        if cut is not None:
+            room = max(1, limit - (params.max_tokens or 1))
+            encoded = [cut.apply(p, room) for p in encoded]
         fitted = [fit_params(params, len(p.token_ids), limit, param) for p in encoded]
-        return Plan(encoded, fitted, cache_salt)
+        bad_words = encode_bad_words(self.tokenizer, params.bad_words) if params.bad_words else []
+        return Plan(encoded, fitted, options, bad_words)
 
     def check_model(self, asked: str | None) -> None:
         """Raises ``ModelNotFound`` for another model's name."""

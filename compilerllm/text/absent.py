@@ -33,6 +33,9 @@ class NoTokenizer(Tokenizer):
     def fewest_tokens(self, text: str) -> int:
         return 0
 
+    def has_token(self, text: str) -> bool:
+        return False
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return ""
 

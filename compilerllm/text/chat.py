@@ -3,7 +3,8 @@
 from typing import Any
 
 from compilerllm.errors import InvalidParameter
-from compilerllm.text.errors import ChatTemplateMissing
+from compilerllm.text.errors import ChatTemplateMissing, TokenizerBroken
+from compilerllm.text.template import ChatTemplate
 from compilerllm.text.tokenizer import Tokenizer
 
 _ROLES = ("system", "developer", "user", "assistant")
@@ -49,8 +50,16 @@ def _read_content(content: object, at: str) -> str:
     return "\n".join(texts)
 
 
-def render_chat(tokenizer: Tokenizer, model: str, messages: object, **options: Any) -> str:
-    """The prompt's text of a chat; ``options`` are those of ``ChatTemplate.render``."""
-    if tokenizer.chat_template is None:
+def render_chat(
+    tokenizer: Tokenizer, model: str, messages: object, source: str | None = None, **options: Any
+) -> str:
+    """The prompt's text of a chat; ``options`` are those of ``ChatTemplate.render``, ``source`` another template's text."""
+    template = tokenizer.chat_template
+    if source is not None:
+        try:
+            template = ChatTemplate(source, tokenizer.named_tokens)
+        except TokenizerBroken as error:
+            raise InvalidParameter(f"chat_template: {error.reason}", "chat_template") from error
+    if template is None:
         raise ChatTemplateMissing(model)
-    return tokenizer.chat_template.render(read_messages(messages), **options)
+    return template.render(read_messages(messages), **options)

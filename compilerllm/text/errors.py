@@ -18,6 +18,7 @@ class TokenizerBroken(CompilerLLMError):
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"Cannot read {path}: {reason}. Download or save the tokenizer again.")
+        self.reason = reason
 
 
 class ChatTemplateMissing(InvalidParameter):

@@ -75,6 +75,35 @@ def _check_ids(token_ids: list[Any], param: str) -> list[int]:
     return token_ids
 
 
+@dataclass(frozen=True)
+class Truncation:
+    """Keep at most ``tokens`` of a prompt, those at its end if ``side`` is "left"; -1 keeps what leaves room for the output."""
+
+    tokens: int
+    side: str = "left"
+
+    def __post_init__(self) -> None:
+        if self.tokens != -1 and self.tokens < 1:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens must be at least 1, or -1 for as many as fit, but is {self.tokens}",
+                "truncate_prompt_tokens",
+            )
+
+    def apply(self, prompt: Prompt, room: int) -> Prompt:
+        """``room``: tokens a prompt may have at most."""
+        most = room if self.tokens == -1 else self.tokens
+        ids = prompt.token_ids
+        if len(ids) <= most:
+            return prompt
+        return Prompt(None, ids[-most:] if self.side == "left" else ids[:most])
+
+
+def encode_bad_words(tokenizer: Tokenizer, words: tuple[str, ...]) -> list[list[int]]:
+    """Each word as the tokenizer writes it at the start of a text and behind a space."""
+    spellings = [tokenizer.encode(lead + word.lstrip(" "), False) for word in words for lead in ("", " ")]
+    return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in spellings if ids)]
+
+
 def fit_params(params: SamplingParams, prompt_tokens: int, max_model_len: int, param: str) -> SamplingParams:
     """``params`` with ``max_tokens`` settled: all that is left of the context if None.
 

@@ -61,6 +61,10 @@ class Tokenizer:
         ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def has_token(self, text: str) -> bool:
+        """Whether this text is one token of the vocabulary."""
+        return self._raw.token_to_id(text) is not None
+
     @cached_property
     def _longest_token(self) -> int:
         """Characters of the longest token, as the vocabulary spells it."""

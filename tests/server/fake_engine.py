@@ -20,6 +20,7 @@ class FakeEngine:
     max_open_requests: int | None = None
     step_seconds: float = 0.0
     per_step: int = 1
+    policy: str = "fcfs"
     health: Health = "ready"
     aborted: list[str] = field(default_factory=list)
     seen: list[Request] = field(default_factory=list)
@@ -35,6 +36,7 @@ class FakeEngine:
             blocks_total=64,
             block_size=32,
             max_open_requests=self.max_open_requests,
+            policy=self.policy,
             card={"model": "fake"},
         )
         self._limits = Limits.of(self.ready)
@@ -115,6 +117,9 @@ class FakeEngine:
             finish_reason=finish,
             stop_reason=tokens[-1] if finish == "stop" and tokens[-1] in params.stop_token_ids else None,
             num_cached_tokens=3 if done == 0 else 0,
+            prompt_logprobs=[self._logprob(t, params.prompt_logprobs) for t in prompt[1:]]
+            if params.prompt_logprobs is not None and done == 0
+            else None,
         )
 
     def _logprob(self, token: int, top: int) -> TokenLogprobs:

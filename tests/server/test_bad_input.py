@@ -128,11 +128,7 @@ def test_shapes(live: Live, path: str, fields: dict[str, Any], param: str, words
         ({"tools": [{}]}, "tools", "not supported yet"),
         ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
-        ({"echo": True}, "echo", "not supported yet"),
-        ({"best_of": 2}, "best_of", "not supported yet"),
-        ({"suffix": "x"}, "suffix", "not supported yet"),
         ({"structured_outputs": {"json": {}}}, "structured_outputs", "not supported yet"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported yet"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, TEXT])

@@ -9,7 +9,7 @@ from compilerllm.errors import InvalidParameter
 from compilerllm.sampling_params import SamplingParams
 from compilerllm.server.chat import CallDelta, ChatAsk, ChatDelta, ChatReader, Message, plan_chat
 from compilerllm.server.generation import Generation, Plan
-from compilerllm.server.logprobs import chat_logprobs
+from compilerllm.server.logprobs import TokenNames, chat_logprobs
 from compilerllm.server.protocol import GenerationRequest, check_top_logprobs, read_request, sampling_params
 from compilerllm.server.service import Service, body_schema
 from compilerllm.server.shapes import Choices
@@ -27,11 +27,22 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: int = 0
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special_tokens: bool = False
+    echo: bool = False
+    include_reasoning: bool = True
+    reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] = []
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise InvalidParameter("top_logprobs needs logprobs to be true", "top_logprobs")
         check_top_logprobs(self.top_logprobs)
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidParameter(
+                "prompt_logprobs cannot be streamed: set stream to false", "prompt_logprobs"
+            )
         limit = self.max_tokens
         if self.max_completion_tokens is not None:
             limit = self.max_completion_tokens
@@ -39,6 +50,17 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
                 message = f"max_completion_tokens must be at least 1, but is {limit}"
                 raise InvalidParameter(message, "max_completion_tokens")
         return sampling_params(self, limit, self.top_logprobs if self.logprobs else None, defaults)
+
+    def template(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages."""
+        given: dict[str, Any] = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "documents": self.documents or None,
+        }
+        if self.reasoning_effort is not None:
+            given["reasoning_effort"] = self.reasoning_effort
+        return given | self.chat_template_kwargs
 
 
 class ChatShape(Choices):
@@ -54,19 +76,32 @@ class ChatShape(Choices):
         generation: Generation,
         reader: ChatReader | None,
     ) -> None:
-        self._tokenizer, self._top = tokenizer, request.top_logprobs
-        super().__init__(request, model, generation, reader)
+        self._top, self._reasoning = request.top_logprobs, request.include_reasoning
+        names = TokenNames(tokenizer, request.return_tokens_as_token_ids)
+        self._echo = [_last_text(request.messages) if request.echo else ""] * generation.num_sequences
+        super().__init__(request, model, generation, names, reader)
 
     def opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         indices = range(self._generation.num_sequences)
         return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in indices]
 
-    def only_text(self, new: TextDelta) -> bool:
-        return new.logprobs is None and not (isinstance(new, ChatDelta) and (new.reasoning or new.calls))
+    def only_text(self, index: int, new: TextDelta) -> bool:
+        more = isinstance(new, ChatDelta) and (new.reasoning or new.calls)
+        return not more and super().only_text(index, new)
+
+    def read_delta(self, index: int, new: TextDelta) -> TextDelta:
+        if isinstance(new, ChatDelta) and not self._reasoning:
+            new.reasoning = ""
+        if self._echo[index]:
+            new.text, self._echo[index] = self._echo[index] + new.text, ""
+        return new
+
+    def top_level(self) -> dict[str, Any]:
+        return self.of_prompt(0)
 
     def logprobs_of(self, index: int, new: TextDelta) -> Any:
-        return chat_logprobs(new, self._tokenizer, self._top)
+        return chat_logprobs(new, self._names, self._top)
 
     def chunk_choice(self, index: int, new: TextDelta, logprobs: Any) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -105,6 +140,22 @@ def _call(call: CallDelta) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, **function}}
 
 
+def _last_text(messages: list[Any]) -> str:
+    """The text that ``echo`` puts before the answer: the last message's."""
+    last = messages[-1].get("content") if messages and isinstance(messages[-1], dict) else None
+    return last if isinstance(last, str) else ""
+
+
+def _own_template(service: Service, asked: ChatRequest) -> str | None:
+    """The request's own chat template. Raises ``InvalidParameter`` where the server does not trust clients with one."""
+    if asked.chat_template is not None and not service.config.trust_request_chat_template:
+        raise InvalidParameter(
+            "chat_template: this server uses the model's own; it takes a request's with --trust-request-chat-template",
+            "chat_template",
+        )
+    return asked.chat_template
+
+
 def read_chat(service: Service, body: bytes) -> tuple[tuple[ChatRequest, ChatAsk], Plan]:
     """The body checked, and what to run. In a thread."""
     asked = read_request(body, ChatRequest)
@@ -112,11 +163,10 @@ def read_chat(service: Service, body: bytes) -> tuple[tuple[ChatRequest, ChatAsk
     ask = ChatAsk(
         asked.messages,
         asked.sampling_params(service.sampling_defaults),
-        cache_salt=asked.cache_salt,
-        template={
-            "add_generation_prompt": asked.add_generation_prompt,
-            "continue_final_message": asked.continue_final_message,
-        },
+        options=asked.plan_options(),
+        add_special_tokens=asked.add_special_tokens,
+        template=asked.template(),
+        source=_own_template(service, asked),
     )
     return (asked, ask), plan_chat(service, ask)
 
