@@ -9,6 +9,7 @@ the manifest with every file's hash in it, is its content address. How long a bu
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ from compilerllm.errors import CompilerLLMError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+LOCK = ".lock"  # of the whole cache: shared by builds, exclusive while kernels are collected
 _STALE_SECONDS = 24 * 3600
 # Files whose hash was found right by this process -> (size, time of change, inode) they had then.
 _verified: dict[tuple[Path, str], tuple[int, int, int]] = {}
@@ -131,6 +133,11 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
+def key_digest(fields: Mapping[str, Any]) -> str:
+    """The name of a key with these fields: 32 hex digits."""
+    return hashlib.sha256(canonical_json(fields)).hexdigest()[:32]
+
+
 def manifest_id(manifest: Mapping[str, Any]) -> str:
     """The content address: SHA-256, hex, of the manifest without ``id``."""
     return hashlib.sha256(canonical_json({k: v for k, v in manifest.items() if k != "id"})).hexdigest()
@@ -176,7 +183,9 @@ def building(key: str) -> Iterator[Path]:
     Raises ``CacheUnusable`` where the cache cannot be written.
     """
     _sweep(cache_dir() / "libraries")
-    with placing(artifact_path(key)) as scratch:
+    with placing(artifact_path(key)) as scratch, (cache_dir() / LOCK).open("ab") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is collected either
+            fcntl.flock(lock, fcntl.LOCK_SH)
         yield scratch
 
 

@@ -1,7 +1,8 @@
 """Bundles: artifacts of one model for several targets in one folder or one packed file, and how any of them is opened.
 
-A bundle is ``bundle.json`` and a folder for each target. Packed, it is a zip of stored files (``.cllm``) whose bytes
-depend on the artifacts alone. Whatever is opened is verified by hash first; nothing in it is ever unpickled.
+A bundle is ``bundle.json`` and a folder for each artifact, called by its target; what a cache exports is one too, its
+artifacts called by their keys. Packed, it is a zip of stored files (``.cllm``) whose bytes depend on the artifacts alone.
+Whatever is opened is verified by hash first; nothing in it is ever unpickled.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,11 +20,12 @@ from compilerllm import __version__
 from compilerllm.artifact import (
     MANIFEST,
     ArtifactInvalid,
-    CacheUnusable,
+    artifact_path,
     canonical_json,
     placing,
     read_manifest,
 )
+from compilerllm.cache import check_key, discard, hold
 from compilerllm.environment import cache_dir
 from compilerllm.kernels.launch.machine import host_features
 from compilerllm.targets import is_cuda, target_name
@@ -80,51 +82,50 @@ def _open_folder(folder: Path, target: str | None) -> Path:
     manifest = _checked(folder)
     if target not in (None, manifest["target"]) and not (target == "cpu" and not is_cuda(manifest["target"])):
         raise WrongTarget(f"{folder} is built for {manifest['target']}, not for {target}.")
+    hold(folder)
     return folder
 
 
 def _open_bundle(folder: Path, target: str | None) -> Path:
     entries = read_bundle(folder)
-    features = {name: _checked(folder / name)["features"] for name in entries if not is_cuda(name)}
-    chosen = choose_target(folder, features | {name: () for name in entries if is_cuda(name)}, target)
+    chosen = choose(folder, entries, target)
     if _checked(folder / chosen)["id"] != entries[chosen]["id"]:
         raise ArtifactInvalid(
             f"{folder / chosen} is not the artifact that {folder / BUNDLE} names; build the bundle again."
         )
+    hold(folder / chosen)
     return folder / chosen
 
 
 def _open_packed(file: Path, target: str | None) -> Path:
     with _open_zip(file) as packed:
         entries = _entries(_member(packed, BUNDLE), file)
-        features = {name: entry["features"] for name, entry in entries.items()}
-        chosen = choose_target(file, features, target)
+        chosen = choose(file, entries, target)
         place = cache_dir() / "unpacked" / str(entries[chosen]["id"])
-        try:
-            if _unpacked(place, entries[chosen]["id"]):
-                return place
-        except ArtifactInvalid as error:
-            _log.warning("%s is unpacked again: %s", file, error)
-            _discard(place)
-        with placing(place) as folder:
-            _extract(packed, file, chosen, folder)
-            if not _unpacked(folder, entries[chosen]["id"]):
-                raise ArtifactInvalid(f"{file} is damaged: what it holds for {chosen} is not what it says.")
+        _provide(packed, chosen, str(entries[chosen]["id"]), place)
+    _checked(place)
     return place
 
 
-def _unpacked(folder: Path, wanted: str) -> bool:
+def _provide(packed: zipfile.ZipFile, name: str, wanted: str, place: Path) -> bool:
+    """The artifact ``name`` at ``place`` in the cache, held; whether it had to be unpacked."""
+    try:
+        if _is(place, wanted) and hold(place):
+            return False
+    except ArtifactInvalid as error:
+        _log.warning("%s is unpacked again: %s", place, error)
+        discard(place)
+    with placing(place) as folder:
+        _extract(packed, name, folder)
+        if not _is(folder, wanted):
+            raise ArtifactInvalid(f"{packed.filename} is damaged: {name} in it is not what it says.")
+    hold(place)
+    return True
+
+
+def _is(folder: Path, wanted: str) -> bool:
     manifest = read_manifest(folder)
     return manifest is not None and manifest["id"] == wanted
-
-
-def _discard(folder: Path) -> None:
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        raise CacheUnusable(
-            f"{folder} is damaged and cannot be removed: {error.strerror or error}."
-        ) from error
 
 
 def _checked(folder: Path) -> dict[str, Any]:
@@ -138,21 +139,25 @@ def _checked(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def choose_target(place: Path, features: Mapping[str, Sequence[str]], asked: str | None) -> str:
-    """Which of a bundle's targets: the one asked for, else this GPU's, else the CPU's that uses most of this processor.
+def choose(place: Path, entries: Mapping[str, Mapping[str, Any]], asked: str | None) -> str:
+    """Name of the artifact for a target: the one asked for, else this GPU's, else the CPU's that uses most of this processor.
 
-    features: by target, the processor's features that it needs. Raises ``WrongTarget`` with what there is.
+    Raises ``WrongTarget`` with what there is, and where there are several.
     """
-    if asked in features:
-        return str(asked)
     here = target_name("auto") if asked is None else asked
-    if here in features:
-        return here
-    own = host_features()
-    fitting = [n for n, needed in features.items() if not is_cuda(n) and set(needed) <= own]
-    if here == "cpu" and fitting:
-        return max(fitting, key=lambda name: (len(features[name]), name))
+    features = {entry["target"]: entry["features"] for entry in entries.values()}
+    if here == "cpu":
+        own = host_features()
+        fitting = [t for t, needed in features.items() if not is_cuda(t) and set(needed) <= own]
+        here = max(fitting, key=lambda t: (len(features[t]), t), default=here)
+    found = [name for name, entry in entries.items() if entry["target"] == here]
+    if len(found) == 1:
+        return found[0]
     wanted = f"for {asked}" if asked is not None else f"that runs here ({here})"
+    if found:
+        raise WrongTarget(
+            f"{place} has {len(found)} artifacts {wanted}; `compilerllm cache import` takes them all."
+        )
     raise WrongTarget(f"{place} has no artifact {wanted}; it has {', '.join(sorted(features))}.")
 
 
@@ -160,7 +165,10 @@ def choose_target(place: Path, features: Mapping[str, Sequence[str]], asked: str
 
 
 def read_bundle(folder: Path) -> dict[str, dict[str, Any]]:
-    """By target, what ``bundle.json`` says: ``id``, ``key``, ``level``, ``bytes``, ``features``. Raises ``ArtifactInvalid``."""
+    """By name, what ``bundle.json`` says: ``target``, ``id``, ``key``, ``level``, ``bytes``, ``features``.
+
+    Raises ``ArtifactInvalid``.
+    """
     path = folder / BUNDLE
     try:
         return _entries(path.read_bytes(), path)
@@ -190,11 +198,12 @@ def _bundle_id(data: Mapping[str, Any]) -> str:
 
 
 def bundle_text(artifacts: Mapping[str, Path]) -> str:
-    """``bundle.json`` for these artifacts, by target. Raises ``ArtifactInvalid``."""
+    """``bundle.json`` for these artifacts, by name. Raises ``ArtifactInvalid``."""
     entries = {}
-    for target, folder in artifacts.items():
+    for name, folder in artifacts.items():
         manifest = _checked(folder)
-        entries[target] = {
+        entries[name] = {
+            "target": manifest["target"],
             "id": manifest["id"],
             "key": manifest["key"]["digest"],
             "level": manifest["level"],
@@ -266,16 +275,16 @@ def _names(folder: Path) -> list[str]:
 
 
 def pack(artifacts: Mapping[str, Path], file: Path) -> None:
-    """Put these artifacts, by target, into one file; equal artifacts give equal bytes. Raises ``OutputUnusable``."""
+    """Put these artifacts, by name, into one file; equal artifacts give equal bytes. Raises ``OutputUnusable``."""
     text = bundle_text(artifacts)
     part = file.with_name(f".{file.name}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED) as packed:
             _add(packed, BUNDLE, text.encode())
-            for target in sorted(artifacts):
-                for name in (*_names(artifacts[target]), MANIFEST):
-                    _add(packed, f"{target}/{name}", (artifacts[target] / name).read_bytes())
+            for name in sorted(artifacts):
+                for file_name in (*_names(artifacts[name]), MANIFEST):
+                    _add(packed, f"{name}/{file_name}", (artifacts[name] / file_name).read_bytes())
         part.replace(file)
     except OSError as error:
         part.unlink(missing_ok=True)
@@ -313,13 +322,36 @@ def _member(packed: zipfile.ZipFile, name: str) -> bytes:
         ) from error
 
 
-def _extract(packed: zipfile.ZipFile, file: Path, target: str, folder: Path) -> None:
-    for name in packed.namelist():
-        first, _, rest = name.partition("/")
-        if first != target or not rest:
+def _extract(packed: zipfile.ZipFile, name: str, folder: Path) -> None:
+    for member in packed.namelist():
+        first, _, rest = member.partition("/")
+        if first != name or not rest:
             continue
         inside = PurePosixPath(rest)
         if inside.is_absolute() or ".." in inside.parts:
-            raise ArtifactInvalid(f"{file} is damaged: it names a file outside of itself, {name!r}.")
+            raise ArtifactInvalid(
+                f"{packed.filename} is damaged: it names a file outside of itself, {member!r}."
+            )
         (folder / inside).parent.mkdir(parents=True, exist_ok=True)
-        (folder / inside).write_bytes(_member(packed, name))
+        (folder / inside).write_bytes(_member(packed, member))
+
+
+def import_artifacts(file: Path) -> dict[str, bool]:
+    """Put every artifact of a packed file into the cache, under its key; by key, whether it was not there before.
+
+    Raises ``ArtifactInvalid``, ``CacheUnusable``.
+    """
+    with _open_zip(file) as packed:
+        entries = _entries(_member(packed, BUNDLE), file)
+        new = {}
+        for name, entry in entries.items():
+            place = artifact_path(str(entry["key"]))
+            if place.parent != artifact_path("any").parent:
+                raise ArtifactInvalid(f"{file} is damaged: {entry['key']!r} is no key.")
+            new[place.name] = _provide(packed, name, str(entry["id"]), place)
+            try:
+                check_key(place, _checked(place))
+            except ArtifactInvalid:
+                discard(place)
+                raise
+    return new

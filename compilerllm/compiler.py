@@ -6,6 +6,7 @@ it. ``build`` is the child's work and imports the compiler; nothing else here do
 
 import dataclasses
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from compilerllm import __version__
-from compilerllm.artifact import artifact_path, building, read_manifest, write_log, write_manifest
+from compilerllm.artifact import ArtifactInvalid, artifact_path, building, write_log, write_manifest
+from compilerllm.cache import discard, explain_miss, is_usable
 from compilerllm.config import EngineConfig
 from compilerllm.cpu_artifact import write_cpu
 from compilerllm.environment import cache_dir
@@ -45,6 +47,7 @@ STAGES = {
     "save": 0.15,
 }
 OnStage = Callable[[str], None]
+_log = logging.getLogger(__name__)
 
 
 class CompileFailed(CompilerLLMError):
@@ -72,7 +75,7 @@ class CompileRequest:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    load_format: Literal["auto", "dummy"] = "auto"
+    load_format: Literal["auto", "dummy", "config"] = "auto"
     skip_passes: tuple[str, ...] = ()
 
     @staticmethod
@@ -132,11 +135,12 @@ def artifact_key(request: CompileRequest, place: Path) -> Key:
 
 @dataclass(frozen=True)
 class Found:
-    """An artifact and how it was come by."""
+    """An artifact and how it was come by. why: where it was built, how the nearest one of the cache differed."""
 
     path: Path
     hit: bool
     seconds: float
+    why: str = ""
 
 
 def ensure_artifact(request: CompileRequest, place: Path, on_stage: OnStage | None = None) -> Found:
@@ -145,17 +149,25 @@ def ensure_artifact(request: CompileRequest, place: Path, on_stage: OnStage | No
     An interruption of this process, by Ctrl-C or a signal handler that raises, ends the child too.
     """
     start = time.perf_counter()
-    path = artifact_path(artifact_key(request, place).digest)
-    if read_manifest(path) is not None:
-        return Found(path, True, time.perf_counter() - start)
+    key = artifact_key(request, place)
+    path = artifact_path(key.digest)
+    try:
+        if is_usable(path):
+            return Found(path, True, time.perf_counter() - start)
+        why = explain_miss(key.fields)
+    except ArtifactInvalid as error:
+        why = f"the one of the cache is damaged: {error}"
+        _log.warning("%s is built again: %s", key.digest, why)
+        discard(path)
+    _log.info("%s is built for %s: %s", key.digest, key.fields["target"], why)
     order = json.dumps(dataclasses.asdict(request))
     # -P: what lies in the working directory is no module
     run_child([sys.executable, "-P", "-m", "compilerllm.compiler", order, str(place)], on_stage)
-    if read_manifest(path) is None:
+    if not is_usable(path):
         path = artifact_path(artifact_key(request, place).digest)  # what was measured meanwhile is part of it
-    if read_manifest(path) is None:
-        raise CompileFailed(f"the compiler ended well but left no artifact in {path}")
-    return Found(path, False, time.perf_counter() - start)
+        if not is_usable(path):
+            raise CompileFailed(f"the compiler ended well but left no artifact in {path}")
+    return Found(path, False, time.perf_counter() - start, why)
 
 
 def run_child(command: list[str], on_stage: OnStage | None = None) -> None:
@@ -275,6 +287,7 @@ def build(request: CompileRequest, place: Path, on_stage: OnStage = lambda stage
     write_log(
         path,
         {
+            "model": _name(request.model),
             "seconds": {k: round(v, 3) for k, v in seconds.items()},
             "passes": [
                 {"pass": r.name, "function": r.function, "seconds": round(r.seconds, 6)} for r in reports
@@ -282,6 +295,12 @@ def build(request: CompileRequest, place: Path, on_stage: OnStage = lambda stage
         },
     )
     return path
+
+
+def _name(model: str) -> str:
+    """What to call a model where artifacts are listed: the last part of a path, a hub id as it is."""
+    path = Path(model).expanduser()
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
 
 
 def _measures(module: "Module", target: CudaTarget, request: CompileRequest, stage: OnStage) -> bool:

@@ -5,7 +5,7 @@ Nothing of where it lies, how its JSON is spelled, or which version of transform
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,22 @@ def describe_model(place: Path, tensors: bool = True) -> Fields:
             for name, info in read_safetensors(path)[1].items()
         )
     return described
+
+
+def flatten(fields: Mapping[str, Any], prefix: str = "") -> Fields:
+    """Nested fields as one level, names joined by dots; lists stay values."""
+    flat: Fields = {}
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Fields whose values differ: name, old value, new value, by name; None stands for a field that is not there."""
+    return [(n, old.get(n), new.get(n)) for n in sorted(old.keys() | new.keys()) if old.get(n) != new.get(n)]
 
 
 def _describe_gguf(file: GgufFile, tensors: bool) -> Fields:

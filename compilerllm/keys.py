@@ -6,15 +6,15 @@ flags and of ``config.json``) is in no field; where two keys differ, the fields 
 
 import hashlib
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compilerllm import __version__
-from compilerllm.artifact import FORMAT, canonical_json
-from compilerllm.description import Fields, describe_model, resolve_dtype
+from compilerllm.artifact import FORMAT, key_digest
+from compilerllm.description import Fields, describe_model, flatten, resolve_dtype
 from compilerllm.environment import cache_dir
 from compilerllm.kernels.cpu.target import CpuTarget
 from compilerllm.kernels.triton.target import CudaTarget
@@ -33,8 +33,8 @@ class Key:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> "Key":
-        flat = dict(_flat(fields))
-        return Key(hashlib.sha256(canonical_json(flat)).hexdigest()[:32], flat)
+        flat = flatten(fields)
+        return Key(key_digest(flat), flat)
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest holds."""
@@ -66,19 +66,6 @@ def semantic_key(request: "CompileRequest", target: CpuTarget | CudaTarget, plac
     if isinstance(target, CudaTarget):
         fields["tuning"] = tuning_digest(target, cache_dir() / "tuning")
     return Key.of(fields)
-
-
-def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Fields whose values differ: name, old value, new value, by name; None stands for a field that is not there."""
-    return [(n, old.get(n), new.get(n)) for n in sorted(old.keys() | new.keys()) if old.get(n) != new.get(n)]
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, inner in value.items():
-        if isinstance(inner, Mapping) and inner:
-            yield from _flat(inner, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", inner
 
 
 def tool_versions(on_gpu: bool, kind: str) -> dict[str, str]:

@@ -9,8 +9,9 @@ from compilerllm.ir.recipe import Read, Recipe
 from compilerllm.ir.types import TensorType
 from compilerllm.kernels.launch.dtypes import IR_DTYPES
 from compilerllm.kernels.launch.files import GgufFile
-from compilerllm.kernels.launch.weights import SourceSpec, WeightSource
+from compilerllm.kernels.launch.weights import DummySource, SourceSpec, WeightSource
 from compilerllm.models.capture import Captured, build_skeleton, capture, parameter_types
+from compilerllm.models.expected import expected_tensors
 from compilerllm.models.facts import ModelFacts, generation_config, model_facts
 from compilerllm.models.gguf_names import gguf_table
 from compilerllm.models.resolve import ResolvedCheckpoint
@@ -42,7 +43,11 @@ def capture_checkpoint(checkpoint: ResolvedCheckpoint, *, keep_packed: bool = Fa
     spec = checkpoint.weights
     if spec.kind == "dummy":
         spec = replace(spec, tensors={n: (t.dtype, _shape(t)) for n, t in types.items() if n not in tied})
-    source = spec.open()
+    if spec.kind == "expected":
+        source: WeightSource = DummySource(expected_tensors(skeleton, types, tied))
+        spec = SourceSpec("safetensors")
+    else:
+        source = spec.open()
     names = Names(_table(checkpoint, spec, skeleton, types, source), types, tied, source)
     packed = (
         {n: p for n in types if (p := names.packed_dtype(n))} if keep_packed and spec.kind == "gguf" else {}

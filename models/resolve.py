@@ -21,7 +21,7 @@ from compilerllm.models.errors import (
 )
 from compilerllm.models.gguf_config import gguf_config
 
-LoadFormat = Literal["auto", "dummy"]
+LoadFormat = Literal["auto", "dummy", "config"]
 _DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
@@ -57,10 +57,11 @@ def resolve(
     """Find a model and read its configuration; no weight is read.
 
     model: a folder with ``config.json``, a ``.gguf`` file, a hub id such as ``org/name``, or a transformers configuration
-    (weights are then made up). dtype ``auto``: the checkpoint's own. Raises ``ModelError`` naming what is missing.
+    (weights are then made up). load_format ``config``: weights are not looked for, and are those that checkpoints of such a
+    configuration have. dtype ``auto``: the checkpoint's own. Raises ``ModelError`` naming what is missing.
     """
-    if load_format not in ("auto", "dummy"):
-        raise ModelError(f"load_format is {load_format!r}; it must be auto or dummy")
+    if load_format not in ("auto", "dummy", "config"):
+        raise ModelError(f"load_format is {load_format!r}; it must be auto, dummy or config")
     if hasattr(model, "to_dict") and hasattr(model, "model_type"):
         return ResolvedCheckpoint(
             "config", str(model.model_type), None, model, _dtype(dtype, model), SourceSpec("dummy")
@@ -80,9 +81,11 @@ def resolve(
             "; give a folder that a model was saved to, or a .gguf file")
         )  # fmt: skip
     config = _config(path)
-    spec = SourceSpec("dummy") if load_format == "dummy" else SourceSpec("safetensors", str(path))
-    if load_format == "auto":
+    kinds = {"auto": "safetensors", "dummy": "dummy", "config": "expected"}
+    spec = SourceSpec(kinds[load_format], str(path))
+    if load_format != "dummy":
         _check_quantization(path, config)
+    if load_format == "auto":
         spec.open()  # finds missing and truncated files now
     return ResolvedCheckpoint("hf_dir", text, path, config, _dtype(dtype, config), spec)
 
@@ -91,6 +94,10 @@ def _resolve_file(path: Path, dtype: str | torch.dtype, load_format: LoadFormat)
     if path.suffix == ".safetensors":
         raise CheckpointNotFound(
             f"{path} is a weight file alone; give the folder it is in, with its config.json"
+        )
+    if load_format == "config":
+        raise ModelError(
+            f"{path} is a GGUF file, whose configuration lies in the file with its weights; leave out --from-config"
         )
     file = GgufFile(path)
     config = gguf_config(file)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from compilerllm.kernels.cpu.target import CpuTarget, find_target
 from compilerllm.kernels.errors import BuildFailed
+from compilerllm.kernels.kept import is_whole, keep
 from compilerllm.kernels.spec import KernelSpec
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
@@ -70,7 +71,7 @@ def build_library(source: str, target: CpuTarget, cache_dir: Path) -> Path:
     sampler = (SOURCE_DIR / "sampler.cpp").read_text()
     sources = {"program": source, "runtime": runtime, "sampler": sampler}
     library = cache_dir / f"{library_key(list(sources.values()), target)}.so"
-    if library.exists():
+    if is_whole(library):
         return library
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".build-") as scratch:
@@ -81,14 +82,14 @@ def build_library(source: str, target: CpuTarget, cache_dir: Path) -> Path:
             )
         linked = folder / "linked.so"
         _run([*compiler()[0], "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
-        linked.replace(library)  # atomic: a reader sees a whole library or none
+        keep(linked, library)
     return library
 
 
 def _compile(name: str, source: str, target: CpuTarget, folder: Path, cache_dir: Path) -> Path:
     """One object file; the runtime's are shared by all programs of a target."""
     shared = cache_dir / f"{library_key([source], target)}.o" if name != "program" else folder / "program.o"
-    if shared.exists():
+    if is_whole(shared):
         return shared
     text, made = folder / f"{name}.cpp", folder / f"{name}.o"
     text.write_text(source)
@@ -105,7 +106,7 @@ def _compile(name: str, source: str, target: CpuTarget, folder: Path, cache_dir:
         ]
     )
     if made != shared:
-        made.replace(shared)
+        keep(made, shared)
     return shared
 
 

@@ -22,6 +22,7 @@ from compilerllm.kernels.cpu.build import compiler
 from compilerllm.kernels.cpu.opaque import HostCall
 from compilerllm.kernels.cpu.target import CpuTarget
 from compilerllm.kernels.errors import KernelError
+from compilerllm.kernels.kept import is_whole, keep
 from compilerllm.kernels.launch.aten import Steps, load_package
 from compilerllm.kernels.launch.dims import evaluate
 from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
@@ -57,7 +58,7 @@ def compile_host_calls(calls: Sequence[HostCall], target: CpuTarget, cache_dir: 
             start = time.perf_counter()
             path = cache_dir / f"{key}.pt2"
             reason = ""
-            if not path.exists():
+            if not is_whole(path):
                 try:
                     compile_host_call(call, target, path)
                 # Inductor raises whatever its parts raise; each of them means that this call stays with torch.
@@ -130,7 +131,7 @@ def compile_host_call(call: HostCall, target: CpuTarget, path: Path) -> None:
         made = Path(scratch) / "region.pt2"
         aoti_compile_and_package(exported, package_path=str(made), inductor_configs=settings(target))
         _compare(call, region, load_package(made), names)
-        made.replace(path)  # atomic: a reader sees a whole package or none
+        keep(made, path)
 
 
 def settings(target: CpuTarget) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 from compilerllm.kernels.cutlass.instances import Instance, of_config, table_source
 from compilerllm.kernels.cutlass.supply import Supply
 from compilerllm.kernels.errors import BuildFailed, UnsupportedByTarget
+from compilerllm.kernels.kept import is_whole, keep
 
 TEMPLATES = Path(__file__).parent / "templates"
 # No asserts: CUTLASS's would abort the server, and would put paths of this machine into the library.
@@ -108,7 +109,7 @@ def provide_library(instances: list[Instance], cache_dir: Path, progress: Progre
         return build_library(instances, cache_dir, progress)
     wanted = {i.name for i in instances}
     for described in _described(cache_dir):
-        if wanted <= _current(described):
+        if wanted <= _current(described) and is_whole(described.with_suffix(".so")):
             return described.with_suffix(".so")
     raise BuildFailed(
         f"no library in {cache_dir} has {', '.join(sorted(wanted - supply.kept))}: {supply.reason}"
@@ -149,7 +150,7 @@ def build_library(
     """
     cache_dir = cache_dir.resolve()  # compilers run in a folder of their own
     library = cache_dir / f"{library_key(instances)}.so"
-    if library.exists() and library.with_suffix(".json").exists():
+    if library.with_suffix(".json").exists() and is_whole(library):
         return library
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".build-") as scratch:
@@ -172,7 +173,7 @@ def build_library(
         tools = {"nvcc": compiler()[1], "cutlass": headers()[1]}
         made = [{"config": i.config(), "text": text_key(i.source())} for i in instances]
         described.write_text(json.dumps({"instances": made, "tools": tools}, indent=1) + "\n")
-        linked.replace(library)  # atomic: a reader sees a whole library or none
+        keep(linked, library)
         described.replace(library.with_suffix(".json"))
     return library
 
@@ -188,14 +189,14 @@ def _table(instances: list[Instance], folder: Path) -> Path:
 
 def _object(name: str, source: str, suffix: str, folder: Path, cache_dir: Path) -> Path:
     kept = cache_dir / f"{object_key(source)}.o"
-    if kept.exists():
+    if is_whole(kept):
         return kept
     text, made = folder / f"{name}{suffix}", folder / f"{name}.o"
     text.write_text(source)
     # Relative names, and headers' folders under names of no machine: equal sources give equal objects anywhere.
     places = [f(path) for path in (*headers()[0], TEMPLATES) for f in (_include, _renamed)]
     _run(name, [compiler()[0], *FLAGS, *places, "-c", text.name, "-o", made.name], folder)
-    made.replace(kept)
+    keep(made, kept)
     return kept
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compilerllm.kernels.errors import KernelError
+from compilerllm.kernels.kept import damaged, sha256, write_whole
 from compilerllm.kernels.triton.prefetch import early_arguments
 from compilerllm.kernels.triton.source import KernelSource, _generated, function
 from compilerllm.kernels.triton.target import CudaTarget
@@ -99,20 +99,19 @@ def _job(order: tuple[KernelSource, str, int, str, Mapping[str, str]]) -> str:
 
 def _write(folder: Path, key: str, code: bytes, meta: dict[str, Any]) -> None:
     """Both files appear whole or not at all; the description last, so that what it describes is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in ((f"{key}.cubin", code), (f"{key}.json", json.dumps(meta).encode())):
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, folder / name)
+    write_whole(folder / f"{key}.cubin", code)
+    write_whole(folder / f"{key}.json", json.dumps(meta | {"sha256": sha256(code)}).encode())
 
 
 def _read(folder: Path, key: str) -> Cubin | None:
-    try:
-        meta = json.loads((folder / f"{key}.json").read_text())
-    except (OSError, ValueError):
-        return None
+    """What ``_write`` kept; None where it is missing or damaged."""
     file = folder / f"{key}.cubin"
-    if not file.exists():
+    try:
+        meta, code = json.loads((folder / f"{key}.json").read_text()), file.read_bytes()
+        whole = meta["sha256"] == sha256(code)
+    except (OSError, ValueError, KeyError, TypeError):  # missing, or by a version that noted no hash
+        return None
+    if not whole and not damaged(file):
         return None
     return Cubin(key, meta["name"], meta["num_warps"], meta["shared"], file, tuple(meta["early"]))
 

@@ -18,6 +18,7 @@ from compilerllm.kernels.cutlass.build import find_supply
 from compilerllm.kernels.cutlass.candidates import candidates
 from compilerllm.kernels.cutlass.supply import NONE, Supply
 from compilerllm.kernels.errors import ArtifactError, BuildFailed, UnsupportedByTarget
+from compilerllm.kernels.kept import keep
 from compilerllm.kernels.launch.gpu import cutlass
 from compilerllm.kernels.launch.gpu.libraries import MAKERS, LibraryCall
 from compilerllm.kernels.launch.gpu.program import Addresses, Program, arguments
@@ -237,7 +238,8 @@ def kept_library(folder: Path, n: int = N) -> Path:
     made.append({"config": made[0]["config"] | {"schedule": "another version's"}, "text": "?"})  # type: ignore[operator]
     described = {"instances": made, "tools": {"nvcc": "release 13.0", "cutlass": "4.2"}}
     (folder / "0123.json").write_text(json.dumps(described))
-    (folder / "0123.so").write_bytes(b"code")
+    (folder / "made").write_bytes(b"code")
+    keep(folder / "made", folder / "0123.so")
     return folder / "0123.so"
 
 
