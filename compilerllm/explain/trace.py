@@ -7,7 +7,7 @@ from functools import partial
 
 from compilerllm.explain.report import IRNode, Miss, PassRun
 from compilerllm.ir.graph import Graph, Module, Node, join_name
-from compilerllm.ir.recipe import Read, Recipe, rename
+from compilerllm.ir.recipe import Concat, Read, Recipe, rename
 from compilerllm.ir.text import print_module, print_node
 from compilerllm.passes.pipeline import Options, Pass, run_pipeline
 from compilerllm.passes.report import PassReport
@@ -110,5 +110,5 @@ def _reads(recipe: Recipe) -> list[str]:
     """Names of the checkpoint's tensors that a recipe reads, in order."""
     if isinstance(recipe, Read):
         return [recipe.name]
-    parts = getattr(recipe, "parts", None) or [s for s in (getattr(recipe, "source", None),) if s is not None]
-    return [name for part in parts for name in _reads(part)]
+    parts = recipe.sources if isinstance(recipe, Concat) else (getattr(recipe, "source", None),)
+    return [name for part in parts if part is not None for name in _reads(part)]
