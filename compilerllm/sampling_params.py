@@ -1,7 +1,7 @@
 """How the tokens of one request are chosen, and when it ends."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +23,17 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 "repetition_detection needs 1 <= min_pattern_size <= max_pattern_size <= 1024 and min_count from 2 to 1024",
                 "repetition_detection",
             )
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The form that an output must have. ``text`` says it: a JSON schema, a regular expression, a list of choices as JSON, a
+    grammar (EBNF, or Lark's), a structural tag as JSON; nothing for any JSON object. ``param``: the request's field."""
+
+    kind: Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+    text: str = ""
+    any_whitespace: bool = True  # JSON may be laid out; else it is written without spaces
+    additional_properties: bool = True  # a schema that is silent about other members allows them
+    param: str = "structured_outputs"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -63,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[str, ...] = ()
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetection | None = None
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str | list):  # a plain string or list, as OpenAI's clients send it

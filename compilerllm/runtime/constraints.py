@@ -5,12 +5,15 @@ come next. One that follows what has been sampled is told each accepted token; a
 sampled only when the host knows all of its tokens.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from compilerllm.runtime.messages import Request
+from compilerllm.sampling_params import StructuredOutput
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -37,6 +40,14 @@ class Constraint(Protocol):
     @property
     def complete(self) -> bool:
         """Whether nothing may follow any more, so that the sequence ends with "stop"."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    """Makes constraints of forms that outputs must have, beside the step loop, and keeps what it has made."""
+
+    def start(self, form: StructuredOutput) -> "Future[Callable[[], Constraint]]":
+        """Begin to compile. The result makes a constraint for one sequence; an ``InvalidParameter`` names what is wrong."""
         ...
 
 

@@ -19,9 +19,9 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Literal
 
 from compilerllm import compile_watch
@@ -30,6 +30,7 @@ from compilerllm.errors import InvalidParameter, KVCacheTooSmall
 from compilerllm.ir.step import Bucket, Executable, Pending, Sampled, is_asynchronous
 from compilerllm.runtime.admission import Limits
 from compilerllm.runtime.block_pool import BlockPool
+from compilerllm.runtime.constraints import Constraint, GrammarCompiler
 from compilerllm.runtime.memory import Planned, count_blocks
 from compilerllm.runtime.messages import Batch, Delta, ModelFacts, Ready, Request, Stats
 from compilerllm.runtime.runner import Launch, Runner
@@ -57,8 +58,10 @@ class InProcessEngine:
         facts: ModelFacts | None = None,
         drafter: Drafter | None = None,
         max_drafts: int = 0,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """``max_model_len`` is the user's wish; without one, the KV blocks may shorten the model's own limit.
+        ``grammars``: for requests whose output must have a form.
 
         Raises ``KVCacheTooSmall`` if the wish, or a single block, does not fit, ``InvalidParameter`` if the wish is
         beyond what the model can do.
@@ -103,6 +106,9 @@ class InProcessEngine:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="step") if threaded else None
         self._running: deque[tuple[Launch, Pending]] = deque()  # in order; two only while ``step`` runs
         self._inbox: deque[Request | str] = deque()  # requests, and ids to abort
+        self._grammars = grammars
+        self._compiling: dict[str, tuple[Request, Future[Callable[[], Constraint]]]] = {}
+        self._refused: list[Delta] = []  # of requests whose grammar cannot be made
         self._open: set[str] = set()
         self.last_stats = self.stats()  # as of the last step; safe to read from any thread
 
@@ -147,7 +153,8 @@ class InProcessEngine:
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything to do, be it only to take in what a running step leaves behind."""
-        return bool(self._inbox or self._running) or self.scheduler.has_unfinished()
+        waits = self._inbox or self._running or self._compiling or self._refused
+        return bool(waits) or self.scheduler.has_unfinished()
 
     async def stream(self) -> AsyncIterator[Batch | Stats]:
         """Step in a thread for ever and yield what is to be told; sleeps while there is nothing to do."""
@@ -186,7 +193,9 @@ class InProcessEngine:
             self._launch(ahead)
             if not self._overlap:
                 ended = self._collect()
-        if ended is None and ahead is None and self.scheduler.num_open:
+        if ended is None and ahead is None and self._compiling:
+            wait((future for _, future in self._compiling.values()), 0.01, FIRST_COMPLETED)
+        elif ended is None and ahead is None and self.scheduler.num_open:
             raise RuntimeError(f"no request can advance: {self.scheduler.stats()}")
         touched = self._commit(*ended) if ended is not None else []
         if ahead is not None and ahead.late is not None:
@@ -196,10 +205,41 @@ class InProcessEngine:
     def _receive(self) -> None:
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, Request):
+            if not isinstance(item, Request):
+                self._abort(item)
+            elif item.params.structured is None:
                 self.scheduler.add(item)
+            elif self._grammars is None:
+                self._refuse(item, InvalidParameter("This engine has no backend for structured output."))
             else:
-                self.scheduler.abort(item)
+                self._compiling[item.request_id] = item, self._grammars.start(item.params.structured)
+        for request, future in [c for c in self._compiling.values() if c[1].done()]:
+            del self._compiling[request.request_id]
+            if (error := future.exception()) is not None:
+                self._refuse(request, error)
+            else:
+                self.scheduler.add(request, future.result()())
+
+    def _abort(self, request_id: str) -> None:
+        if self._compiling.pop(request_id, None) is None:
+            self.scheduler.abort(request_id)
+        else:
+            self._refused.append(Delta(request_id=request_id, token_ids=[], finish_reason="abort"))
+
+    def _refuse(self, request: Request, error: BaseException) -> None:
+        """End a request before it was queued: what it asks for cannot be made."""
+        form, ours = request.params.structured, isinstance(error, InvalidParameter)
+        if not ours:
+            log.error("A grammar could not be compiled.", exc_info=error)
+        self._refused.append(
+            Delta(
+                request_id=request.request_id,
+                token_ids=[],
+                finish_reason="error",
+                error=str(error) if ours else f"the grammar compiler failed: {error}",
+                refused=form.param if ours and form is not None else None,
+            )
+        )
 
     def _launch(self, launch: Launch) -> None:
         pending: Pending
@@ -238,7 +278,9 @@ class InProcessEngine:
         return self.scheduler.commit(launch.step, *self._runner.results(launch.step, outcome))
 
     def _report(self, touched: list[Sequence]) -> Batch:
-        deltas = []
+        deltas, self._refused = self._refused, []
+        for delta in deltas:
+            self._open.discard(delta.request_id)
         for seq in touched:
             deltas.append(_delta(seq))
             if seq.finish_reason is not None:

@@ -24,7 +24,7 @@ HARMLESS = frozenset(
 
 # Fields not done yet, with the values that ask for nothing.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "audio": (), "function_call": ("none",), "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (),
+    "audio": (), "best_of": (1,), "suffix": ("",), "function_call": ("none",), "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (),
     "guided_regex": (), "kv_transfer_params": (), "ec_transfer_params": (), "logprob_token_ids": ([],), "modalities": (["text"],),
     "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "prediction": (), "prompt_embeds": (), "response_format": ({"type": "text"},),
     "return_mm_kwargs": (False,), "return_token_offsets": (False,), "return_weight_versions": (False,),

@@ -1,12 +1,15 @@
 """What limits the next token: each limit alone against plain words, and all of them in an engine that runs ahead."""
 
 import random
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 
 from compilerllm.config import CacheConfig, SchedulerConfig
+from compilerllm.errors import InvalidParameter
 from compilerllm.ir.step import Bucket
 from compilerllm.runtime.constraints import (
     AllowedTokens,
@@ -20,7 +23,7 @@ from compilerllm.runtime.constraints import (
 from compilerllm.runtime.engine import InProcessEngine
 from compilerllm.runtime.messages import Delta, Request, ThinkingMarks
 from compilerllm.runtime.repetition import repeats
-from compilerllm.sampling_params import RepetitionDetection, SamplingParams
+from compilerllm.sampling_params import RepetitionDetection, SamplingParams, StructuredOutput
 from tests.runtime.fake_device import FakeDevice
 from tests.runtime.fake_model import PAGED, Alone, FakeModel, generate_alone
 
@@ -231,4 +234,95 @@ def test_repetition_ends_an_output() -> None:
     while engine.has_unfinished():
         deltas += engine.step().deltas
     assert [t for d in deltas for t in d.token_ids] == [7, 7, 7] and deltas[-1].finish_reason == "repetition"
+    engine.close()
+
+
+class Odd:
+    """Tokens of one parity in turn, four of them."""
+
+    follows = True
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.count == 4
+
+    def clear(self, words: Any) -> None:
+        words &= row_of(range(self.count % 2 + 1, 22, 2), 32 * len(words))
+
+    def accept(self, token: int) -> None:
+        assert token % 2 == (self.count + 1) % 2
+        self.count += 1
+
+
+class SlowGrammars:
+    """Compiles when it is told to; ``wrong`` forms never."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[StructuredOutput, Future[Callable[[], Any]]]] = []
+
+    def start(self, form: StructuredOutput) -> "Future[Callable[[], Any]]":
+        self.started.append((form, Future()))
+        return self.started[-1][1]
+
+    def finish(self) -> None:
+        for form, future in self.started:
+            if form.text == "wrong":
+                future.set_exception(InvalidParameter("no grammar"))
+            elif form.text == "bug":
+                future.set_exception(ZeroDivisionError("oops"))
+            else:
+                future.set_result(Odd)
+
+
+@pytest.mark.parametrize("form", ["sync", "ahead", "device"])
+def test_requests_wait_for_their_grammar_and_others_do_not(form: str) -> None:
+    grammars = SlowGrammars()
+    model = FakeDevice() if form == "device" else FakeModel()
+    scheduler = SchedulerConfig(max_num_seqs=6, async_scheduling=form != "sync")
+    engine = InProcessEngine(model, scheduler, CacheConfig(num_blocks=40), grammars=grammars)
+
+    def ask(name: str, text: str | None) -> None:
+        wanted = (
+            None if text is None else StructuredOutput(kind="grammar", text=text, param="response_format")
+        )
+        params = SamplingParams(max_tokens=12, temperature=0.0, structured=wanted)
+        engine.submit(Request(request_id=name, prompt_token_ids=[3, 1], params=params, arrival_time=0.0))
+
+    for name, text in (
+        ("form", "right"),
+        ("free", None),
+        ("bad", "wrong"),
+        ("broken", "bug"),
+        ("gone", "right"),
+    ):
+        ask(name, text)
+    ends: dict[str, Delta] = {}
+    tokens: dict[str, list[int]] = {}
+
+    def run() -> None:
+        for delta in engine.step().deltas:
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if delta.finish_reason:
+                ends[delta.request_id] = delta
+        engine.scheduler.check()
+
+    while "free" not in ends:
+        run()
+    assert len(tokens) == 1, "nothing else ran"
+    engine.abort(["gone"])
+    run()
+    assert ends["gone"].finish_reason == "abort"
+    grammars.finish()
+    while engine.has_unfinished():
+        run()
+    assert ends["form"].finish_reason == "stop" and [t % 2 for t in tokens["form"]] == [1, 0, 1, 0]
+    assert (ends["bad"].refused, ends["bad"].error) == ("response_format", "no grammar")
+    assert ends["broken"].refused is None and "oops" in str(ends["broken"].error)
+    ask("again", "right")  # ids are free again
+    engine.abort(["again"])
+    while engine.has_unfinished():
+        run()
     engine.close()
