@@ -4,12 +4,11 @@ Nothing in ``enqueue`` waits for the device: step inputs go through pinned buffe
 where they were sampled, and results come back behind an event.
 """
 
-import json
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -20,6 +19,8 @@ import torch
 
 from compilerllm.artifact import ArtifactInvalid, read_manifest
 from compilerllm.compiled import StepTooLarge
+from compilerllm.cuda_program import DEFAULT_OPTIONS, CudaPending, code_bytes, read_program
+from compilerllm.cuda_program import CudaOptions as CudaOptions
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.step import (
     Bucket,
@@ -36,17 +37,17 @@ from compilerllm.kernels.errors import ArtifactError
 from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.gpu import memory
 from compilerllm.kernels.launch.gpu.backend import Backend, BoundPlan, CudaBackend
-from compilerllm.kernels.launch.gpu.driver import KernelFault
 from compilerllm.kernels.launch.gpu.graphs import GraphSet, OnCapture, Recipe, captured_buckets
 from compilerllm.kernels.launch.gpu.memory import CUDA, PLAIN, ModelSizes, ProgramSizes
 from compilerllm.kernels.launch.gpu.parameters import Placement, load_parameters
-from compilerllm.kernels.launch.gpu.program import Addresses, Kernel, Launch, Program, samples_all
+from compilerllm.kernels.launch.gpu.program import Addresses, Kernel, Launch, samples_all
 from compilerllm.kernels.launch.gpu.sampler import SamplerMaker, StepSampler
 from compilerllm.kernels.launch.gpu.sampling import BIASES, TABLES, GpuSampler
 from compilerllm.kernels.launch.gpu.steps import RING, StepStage
 from compilerllm.kernels.launch.memory_plan import MemoryPlan
 from compilerllm.kernels.launch.packing import ParameterSpec
 from compilerllm.kernels.launch.weights import DummySource, WeightSource
+from compilerllm.picks import Bench, Picker, Picks, full_step, picks_file
 
 log = logging.getLogger(__name__)
 OnBytes = Callable[[int, int], None]
@@ -54,39 +55,6 @@ OnBytes = Callable[[int, int], None]
 
 class NoForward(CompilerLLMError):
     """Sampling or logits asked for before any step."""
-
-
-@dataclass(frozen=True)
-class CudaOptions:
-    """How a model runs on its device.
-
-    graphs: steps are captured; mixed ones of up to ``max_graph_tokens`` tokens. check_launches: no graphs, and the host
-    waits after every launch, so that a kernel that fails is named; CUDA_LAUNCH_BLOCKING=1 in the environment says so too. made_up_on_device: dummy weights are made there
-    (uniform within 0.001), not those that the dummy checkpoint would give.
-    """
-
-    graphs: bool = True
-    max_graph_tokens: int = 512
-    check_launches: bool = False
-    made_up_on_device: bool = True
-
-
-DEFAULT_OPTIONS = CudaOptions()
-
-
-class CudaPending:
-    """A step on its way."""
-
-    def __init__(self, backend: Backend, bucket: Bucket, finish: Callable[[], Sampled | None]) -> None:
-        self._backend, self._bucket, self._finish = backend, bucket, finish
-
-    def result(self) -> Sampled | None:
-        """Wait for the step. Raises ``KernelFault`` where a kernel failed."""
-        self._backend.attach()
-        try:
-            return self._finish()
-        except KernelFault as error:
-            raise KernelFault(f"in the bucket of {self._bucket.tokens} tokens: {error}") from error
 
 
 class CudaModel:
@@ -104,7 +72,11 @@ class CudaModel:
         self.facts: dict[str, Any] = manifest["facts"]
         self.vocab_size = int(manifest["vocab_size"])
         self.max_model_len = int(manifest["max_model_len"])
-        self.program = read_program(folder, manifest)
+        whole = read_program(folder, manifest, whole=True)
+        whole = whole if options.buckets is None else whole.within(options.buckets)
+        file = options.picks and picks_file(options.picks, str(manifest.get("id")), backend.chip)
+        self._picker = Picker(whole, file, options.pick_seconds)
+        self.program = self._picker.program
         self.buckets = tuple(plan.bucket for plan in self.program.plans)
         self._order = sorted(
             range(len(self.buckets)), key=lambda i: (self.buckets[i].tokens, self.buckets[i].rows)
@@ -208,7 +180,7 @@ class CudaModel:
         return ModelSizes(
             ProgramSizes.of(self.program), None if self.sampling is None else ProgramSizes.of(self.sampling),
             self.placement.nbytes, self.vocab_size, self._logits_dtype.itemsize, len(self.groups), self.max_model_len,
-            code_bytes(self.manifest), self._uses_graphs, self.options.max_graph_tokens,
+            code_bytes(self.manifest, self.program, self.sampling), self._uses_graphs, self.options.max_graph_tokens,
         )  # fmt: skip
 
     @property
@@ -277,6 +249,8 @@ class CudaModel:
         self.sampler: StepSampler = self._make_sampler(
             backend, self._logits, max_num_seqs, self._stage.address
         )
+        if self._picker.unknown:
+            self._pick()
         if self._uses_graphs:
             self._capture(on_capture)
         return self.sampler.tables
@@ -286,6 +260,29 @@ class CudaModel:
             raise ArtifactError(f"{self.folder} has no sampling program. Build the artifact again.")
         loaded = backend.load(self.sampling, self.folder)
         return GpuSampler(backend, self.sampling, loaded, logits, slots, step)
+
+    @property
+    def picks(self) -> Picks:
+        """Which candidates run, and how that came about."""
+        return self._picker.picks
+
+    def _pick(self) -> None:
+        """Measure candidates that nothing is known of; from then on there are the picked ones alone."""
+        backend, whole = self._backend, self._picker.whole
+        loaded = backend.load(whole, self.folder)
+
+        def send(bucket: int) -> None:
+            self._stage.send(
+                bucket, full_step(self, self.buckets[bucket]), None, _size(self.buckets[bucket])[:3]
+            )
+
+        bench = Bench(
+            whole, backend, lambda i: loaded.bind(whole.plans[i], self._addresses(i)), send,
+            self.peak_bandwidth, self.peak_tflops,
+        )  # fmt: skip
+        self.program = self._picker.measure(bench)
+        self._loaded = backend.load(self.program, self.folder)
+        backend.do(lambda: void(self._states.zero_()))
 
     def _capture(self, on_capture: OnCapture | None) -> None:
         """Run every captured bucket once on an empty step, launch by launch, then capture them all."""
@@ -315,13 +312,15 @@ class CudaModel:
     def _plan(self, bucket: int) -> BoundPlan:
         """A bucket's launches, packed when first asked for."""
         if bucket not in self._plans:
-            addresses = Addresses(
-                params=self._params, states=self._state_addresses, tables=self.sampler.addresses,
-                arena=self._arena.data_ptr(), logits=self._logits_memory.data_ptr(),
-                counters=self._counters.data_ptr(), step_base=self._stage.address, step=self._stage.offsets(bucket),
-            )  # fmt: skip
-            self._plans[bucket] = self._loaded.bind(self.program.plans[bucket], addresses)
+            self._plans[bucket] = self._loaded.bind(self.program.plans[bucket], self._addresses(bucket))
         return self._plans[bucket]
+
+    def _addresses(self, bucket: int) -> Addresses:
+        return Addresses(
+            params=self._params, states=self._state_addresses, tables=self.sampler.addresses,
+            arena=self._arena.data_ptr(), logits=self._logits_memory.data_ptr(),
+            counters=self._counters.data_ptr(), step_base=self._stage.address, step=self._stage.offsets(bucket),
+        )  # fmt: skip
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -468,29 +467,6 @@ class CudaModel:
         if self._last is None:
             raise NoForward("no step has run yet: call forward first")
         return self._last
-
-
-def read_program(folder: Path, manifest: Mapping[str, Any], part: str = "program") -> Program:
-    """A program of the artifact. Raises ``ArtifactInvalid`` for a file that is no program, ``ArtifactError`` by its ABI."""
-    path = folder / str(manifest[part])
-    try:
-        entry = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ArtifactInvalid(
-            f"{path} cannot be read ({error}). Delete {folder} to build it again."
-        ) from error
-    return Program.from_json(entry)
-
-
-def code_bytes(manifest: Mapping[str, Any]) -> int:
-    """Bytes of an artifact's cubins."""
-    files = manifest.get("files", {}).items()
-    sizes = (
-        entry["bytes"] if isinstance(entry, dict) else entry
-        for name, entry in files
-        if name.endswith(".cubin")
-    )
-    return sum(map(int, sizes))
 
 
 def _size(bucket: Bucket) -> tuple[int, int, int, int]:

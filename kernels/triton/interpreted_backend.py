@@ -5,9 +5,11 @@ filled again too early, or a result that is read too early, shows.
 """
 
 import ctypes
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -46,6 +48,11 @@ class InterpretedPlan:
         dims = dict(self._dims)
         for launch in self.plan.launches:
             self._backend.queue.append(partial(self._launch, launch, dims))
+
+    def run_part(self, first: int, last: int) -> None:
+        """Queue launches [first, last)."""
+        for launch in self.plan.launches[first:last]:
+            self._backend.queue.append(partial(self._launch, launch, dict(self._dims)))
 
     def run_checked(self, wait: Callable[[], None]) -> None:
         """Run launch by launch. Raises ``KernelFault`` naming the node of one that fails."""
@@ -92,10 +99,26 @@ class InterpretedMark:
         self._backend.run_to(self._at)
 
 
+class InterpretedStopwatch:
+    """Reads the backend's clock when the queue gets there."""
+
+    def __init__(self, backend: "InterpretedBackend") -> None:
+        self._backend = backend
+        self._times: list[float] = []
+
+    def tick(self) -> None:
+        self._backend.queue.append(lambda: self._times.append(self._backend.clock()))
+
+    def seconds(self) -> list[float]:
+        self._backend.synchronize()
+        return [b - a for a, b in pairwise(self._times)]
+
+
 class InterpretedBackend:
     """CPU memory as a device of ``total`` bytes."""
 
     device = torch.device("cpu")
+    chip = "interpreter"
     shares_device = False
 
     def __init__(self, total: int = 1 << 30) -> None:
@@ -106,6 +129,7 @@ class InterpretedBackend:
         self._taken = 0
         self._allocations = Allocations()
         self.ledger = Ledger()
+        self.clock: Callable[[], float] = time.perf_counter  # of stopwatches
 
     def attach(self) -> None:
         """Any thread will do."""
@@ -152,6 +176,9 @@ class InterpretedBackend:
 
     def mark(self) -> InterpretedMark:
         return InterpretedMark(self)
+
+    def stopwatch(self, ahead: float) -> InterpretedStopwatch:
+        return InterpretedStopwatch(self)
 
     def synchronize(self) -> None:
         self.run_to(self.done + len(self.queue))

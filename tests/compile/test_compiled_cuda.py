@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compilerllm.artifact import ArtifactInvalid
+from compilerllm.artifact import ArtifactInvalid, write_manifest
 from compilerllm.compiled import StepTooLarge
 from compilerllm.compiled_cuda import CudaModel, CudaOptions, NoForward
 from compilerllm.ir.step import Bucket, Sampled
@@ -245,8 +245,9 @@ def test_memory_budget(tmp_path: Path) -> None:
 def test_artifacts_that_do_not_load(tmp_path: Path) -> None:
     with pytest.raises(ArtifactInvalid, match="no finished artifact"):
         CudaModel.load(tmp_path, IdentitySource(), backend=interpreted.InterpretedBackend())
-    write_artifact(tmp_path, BUCKETS)
+    manifest = write_artifact(tmp_path, BUCKETS)
     program = (tmp_path / "program.json").read_text()
     (tmp_path / "program.json").write_text(program.replace('"abi": 1', '"abi": 7'))
+    write_manifest(tmp_path, manifest)
     with pytest.raises(ArtifactError, match="launch ABI is 7"):
         CudaModel.load(tmp_path, IdentitySource(), backend=interpreted.InterpretedBackend())

@@ -8,6 +8,7 @@ import bisect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from compilerllm.kernels.launch.gpu.program import Addresses, Kernel, Launch, Pl
 from compilerllm.kernels.launch.memory_plan import Ledger
 
 ALIGNMENT = 256  # bytes; of every allocation
+CYCLES = 1.5e9  # a second of a GPU's clock, roughly
 
 
 class Mark(Protocol):
@@ -38,6 +40,16 @@ class Mark(Protocol):
     def wait(self) -> None: ...
 
 
+class Stopwatch(Protocol):
+    """Times what the stream does between ticks."""
+
+    def tick(self) -> None: ...
+
+    def seconds(self) -> list[float]:
+        """From each tick to the next. Waits for the last."""
+        ...
+
+
 class BoundPlan(Protocol):
     """A plan at its addresses. ``size`` makes it run at exact sizes (T, S, R); at first it runs at its bucket's."""
 
@@ -47,6 +59,10 @@ class BoundPlan(Protocol):
     def size(self, dims: dict[str, int]) -> None: ...
 
     def run(self) -> None: ...
+
+    def run_part(self, first: int, last: int) -> None:
+        """Launches [first, last) of the plan alone."""
+        ...
 
     def run_checked(self, wait: Callable[[], None]) -> None: ...
 
@@ -62,6 +78,11 @@ class Backend(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def chip(self) -> str:
+        """What the device calls itself; equal for equal chips."""
+        ...
 
     @property
     def ledger(self) -> Ledger:
@@ -117,6 +138,10 @@ class Backend(Protocol):
 
     def mark(self) -> Mark: ...
 
+    def stopwatch(self, ahead: float) -> Stopwatch:
+        """A stopwatch; the device has ``ahead`` seconds of nothing to do first, so that it never waits for the host after."""
+        ...
+
     def synchronize(self) -> None: ...
 
     def memory(self) -> tuple[int, int]:
@@ -162,9 +187,31 @@ class CudaPlan(PackedPlan):
         with self._backend.here():
             super().run()
 
+    def run_part(self, first: int, last: int) -> None:
+        with self._backend.here():
+            super().run_part(first, last)
+
     def run_checked(self, wait: Callable[[], None]) -> None:
         with self._backend.here():
             super().run_checked(wait)
+
+
+class CudaStopwatch:
+    """Events on a stream."""
+
+    def __init__(self, stream: "torch.cuda.Stream") -> None:
+        self._stream = stream
+        self._events: list[torch.cuda.Event] = []
+
+    def tick(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        if self._events:
+            self._events[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._events)]
 
 
 class CudaProgram:
@@ -216,6 +263,7 @@ class CudaBackend:
     def __init__(self, capability: int, index: int = 0) -> None:
         """Raises ``NoGpu``, ``DriverTooOld``, ``WrongDevice``; ``capability`` is the artifact's (90 = 9.0)."""
         self.facts: Device = open_device(capability, index)
+        self.chip = self.facts.name
         self.device = torch.device("cuda", index)
         self.driver = Driver()
         self.launch = self.driver.launch_function()
@@ -302,6 +350,10 @@ class CudaBackend:
 
     def mark(self) -> CudaMark:
         return CudaMark(self.driver, self.stream)
+
+    def stopwatch(self, ahead: float) -> CudaStopwatch:
+        self.do(lambda: torch.cuda._sleep(int(ahead * CYCLES)))  # type: ignore[no-untyped-call]
+        return CudaStopwatch(self._torch_stream)
 
     def synchronize(self) -> None:
         self.driver.synchronize(self.stream)

@@ -5,6 +5,7 @@ those places in a few array operations.
 """
 
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -157,6 +158,7 @@ class PackedPlan:
         config, pointers = self._configs.ctypes.data, self._params.ctypes.data
         self._calls: list[Callable[[], int]] = []
         self._sources: list[Launch] = []
+        self._places: list[int] = []  # in the plan, of each call
         for index, x in enumerate(self.plan.launches):
             if empty[index]:
                 continue
@@ -167,6 +169,7 @@ class PackedPlan:
                 place, params = config + index * CONFIG.itemsize, pointers + 8 * start
                 self._calls.append(partial(self._launch, place, self._functions[index], params, 0))
             self._sources.append(x)
+            self._places.append(index)
 
     def _library(self, x: Launch, start: int) -> Callable[[], int]:
         kernel = self.kernels[x.kernel]
@@ -191,6 +194,12 @@ class PackedPlan:
                     raise self.fault(index, f"the driver does not launch it (CUresult {status})")
         except RuntimeError as error:  # a library's
             raise self.fault(index, str(error)) from error
+
+    def run_part(self, first: int, last: int) -> None:
+        """``run`` for launches [first, last) of the plan, those with nothing to do included in the count."""
+        for place in range(bisect_left(self._places, first), bisect_left(self._places, last)):
+            if status := self._calls[place]():
+                raise self.fault(place, f"the driver does not launch it (CUresult {status})")
 
     def run_checked(self, wait: Callable[[], None]) -> None:
         """Run, waiting after every launch, so that a kernel that fails is named. For first runs and debugging."""

@@ -4,7 +4,7 @@ Everything a launch needs is fixed when the artifact is built, except addresses:
 pointers name to memory, and ``arguments`` turns a launch into the values a kernel takes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -151,16 +151,27 @@ class Program:
         if not self.choices:
             return self
         chosen = {(i, c) for i, c in enumerate(picks or [0] * len(self.choices))}
+        plans = [(p, [x for x in p.launches if x.pick is None or x.pick in chosen]) for p in self.plans]
+        return self._of(plans, ())
+
+    def within(self, buckets: Collection[Bucket]) -> "Program":
+        """The plans of these buckets alone, with what they need."""
+        plans = [(p, list(p.launches)) for p in self.plans if p.bucket in buckets]
+        used = sorted({x.pick[0] for _, launches in plans for x in launches if x.pick})
+        return self._of(plans, tuple(used))
+
+    def _of(self, plans: Sequence[tuple[Plan, list[Launch]]], choices: tuple[int, ...]) -> "Program":
+        """Plans with other launches, kernels and choices numbered anew; choices that are left out are forgotten."""
         numbers: dict[int, int] = {}
+        places = {old: new for new, old in enumerate(choices)}
 
-        def kept(x: Launch) -> Launch:
-            return Launch(numbers.setdefault(x.kernel, len(numbers)), x.grid, x.args, x.node, x.cost)
+        def renumbered(x: Launch) -> Launch:
+            pick = (places[x.pick[0]], x.pick[1]) if x.pick and choices else None
+            return Launch(numbers.setdefault(x.kernel, len(numbers)), x.grid, x.args, x.node, x.cost, pick)
 
-        plans = tuple(
-            replace(p, launches=tuple(kept(x) for x in p.launches if x.pick is None or x.pick in chosen))
-            for p in self.plans
-        )
-        return replace(self, kernels=tuple(self.kernels[i] for i in numbers), plans=plans, choices=())
+        made = tuple(replace(p, launches=tuple(map(renumbered, launches))) for p, launches in plans)
+        kernels = tuple(self.kernels[i] for i in numbers)
+        return replace(self, kernels=kernels, plans=made, choices=tuple(self.choices[i] for i in choices))
 
     def to_json(self) -> dict[str, Any]:
         """Compact, and quick to read back, for the artifact: what launches have in common is in tables.
