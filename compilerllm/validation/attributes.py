@@ -68,9 +68,8 @@ def attempts(entry: Pass, module: Module, options: Options, seed: int = 0) -> It
     with one_thread():
         after, _ = entry.run(module, options)
         for name in module.functions:
-            if name not in after.functions or after.functions[name] is module.functions[name]:
-                if entry.on_graph is not None or name == "main":
-                    continue
+            if name in after.functions and after.functions[name] is module.functions[name]:
+                continue
             gone = taken_away(module.functions[name], after.functions.get(name))
             if entry.on_graph is not None:
                 yield from _over(entry, isolate(module, name), "main", name, gone, options, seed)

@@ -87,8 +87,9 @@ def make_trial(module: Module, chosen: Kind, seed: int = 0, *, poison: bool = Tr
     generator = torch.Generator().manual_seed(seed)
     if not any(isinstance(v.type, StepType) for v in main.inputs):
         sizes = free_sizes(main, chosen.tokens)
-        inputs = tuple(make_tensor(module, v, sizes, generator, chosen.scale) for v in main.inputs)
-        return Trial(chosen, inputs)
+        return Trial(
+            chosen, tuple(make_tensor(module, v, sizes, generator, chosen.scale) for v in main.inputs)
+        )
     step = make_step(module, chosen, seed)
     sizes = {"T": len(step.token_ids), "S": len(step.seq_lens), "R": len(step.sample_rows)}
     if any(
@@ -99,7 +100,7 @@ def make_trial(module: Module, chosen: Kind, seed: int = 0, *, poison: bool = Tr
         return None
     if any(not _fits(v, sizes) for v in main.inputs):
         return None
-    inputs = []
+    inputs: list[Tensor] = []
     for value in main.inputs:
         if isinstance(value.type, StepType):
             continue

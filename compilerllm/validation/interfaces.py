@@ -69,8 +69,8 @@ def drop_batch(app: Application) -> Iterator[Difference]:
             inputs = [_like(t, v) for t, v in zip(trial.inputs, after.main.inputs, strict=True)]
             try:
                 got = Runner(after, weights).run(replace(trial, inputs=tuple(inputs))).outputs
-            except REFUSALS as error:
-                yield Difference(name, chosen.name, f"the rewritten graph does not run: {error}", float("inf"), 0.0,
+            except REFUSALS as why:
+                yield Difference(name, chosen.name, f"the rewritten graph does not run: {why}", float("inf"), 0.0,
                                  *blame(before, after, weights, trial))  # fmt: skip
                 continue
             for i, (a, b, value) in enumerate(zip(want, got, graph.outputs, strict=True)):
@@ -132,9 +132,9 @@ def _paged(
     try:
         want, got = outcomes(False)
         wide = outcomes(True) if can_widen(before) else None
-    except REFUSALS as error:
+    except REFUSALS as why:
         nodes = tuple(repr(n) for n in new_nodes(before.main, after.main))
-        yield Difference(name, label, f"the paged graph does not run: {error}", float("inf"), 0.0, nodes)
+        yield Difference(name, label, f"the paged graph does not run: {why}", float("inf"), 0.0, nodes)
         return
     for s, (left, right) in enumerate(zip(want, got, strict=True)):
         for i, (a, b) in enumerate(zip(left, right, strict=True)):
@@ -297,8 +297,8 @@ def _lockstep(
     with ThreadPoolExecutor(len(ranks)) as pool:
         try:
             found = list(pool.map(lambda r: run(ranks[r], group.rank(r)), range(len(ranks))))
-        except REFUSALS as error:
-            yield Difference("main", "ranks", f"the ranks do not run: {error}", float("inf"), 0.0, nodes)
+        except REFUSALS as why:
+            yield Difference("main", "ranks", f"the ranks do not run: {why}", float("inf"), 0.0, nodes)
             return
     for rank, got in enumerate(found):
         for i, (a, b) in enumerate(zip(want, got, strict=True)):

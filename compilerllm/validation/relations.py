@@ -111,7 +111,7 @@ class Same:
 
     def _compare(self, app: Application, name: str) -> Iterator[Difference]:
         before, after = isolate(app.before, name), isolate(app.after, name)
-        tried = 0
+        tried, refused = 0, ""
         for chosen in app.kinds:
             trial = make_trial(before, chosen, app.seed, poison=False)
             if trial is None or not self.wanted(app, trial):
@@ -119,15 +119,14 @@ class Same:
             weights = Weights(before, app.seed, chosen.weights)
             try:
                 want = Runner(before, weights).run(trial)
-            except REFUSALS as error:
-                refused = error
+            except REFUSALS as why:
+                refused = f": {why}"
                 continue
             tried += 1
             poisoned = make_trial(before, chosen, app.seed) or trial
             yield from self._one(name, before, after, weights, trial, poisoned, want)
         if not tried:
-            why = f": {refused}" if "refused" in locals() else ""
-            raise CannotValidate(f"{app.entry.name}: no input of any kind runs through @{name}{why}")
+            raise CannotValidate(f"{app.entry.name}: no input of any kind runs through @{name}{refused}")
 
     def _one(
         self, name: str, before: Module, after: Module, weights: Weights, trial: Trial, poisoned: Trial, want: Outcome
@@ -135,8 +134,8 @@ class Same:
         label = trial.kind.name
         try:
             got = Runner(after, weights).run(poisoned)
-        except REFUSALS as error:
-            yield Difference(name, label, f"the rewritten graph does not run: {error}", float("inf"), 0.0,
+        except REFUSALS as why:
+            yield Difference(name, label, f"the rewritten graph does not run: {why}", float("inf"), 0.0,
                              *blame(before, after, weights, trial))  # fmt: skip
             return
         left, right = self.outputs(trial, want.outputs, got.outputs)

@@ -136,8 +136,12 @@ def entry_for(run: Pass | Callable[..., Any]) -> Pass:
         raise CannotValidate(f"there is no pass called {run.__name__!r}")
     if entry.on_graph is not None:
         return replace(entry, on_graph=run)
-    adapt = _ON_MODULE.get(run.__name__, lambda f: lambda m, r, _: f(m, r))
+    adapt = _ON_MODULE.get(run.__name__, _plain)
     return replace(entry, on_module=adapt(run))
+
+
+def _plain(run: Callable[[Module, PassReport], Module]) -> Callable[[Module, PassReport, Options], Module]:
+    return lambda module, report, _: run(module, report)
 
 
 def validate_pass(
