@@ -20,6 +20,9 @@ COMMANDS = {
     "compile": "build the artifact ahead of time, serve nothing",
     "tune": "time candidate kernels of a model's shapes on this GPU",
     "bench": "measure a model: latency, throughput, startup, kernels",
+    "bisect": "find the pass, node and kernel that make a model wrong",
+    "plan": "does it fit into a memory, with which context and batch",
+    "explain": "every kernel: where it came from, why it was chosen, what it costs",
     "opt": "run passes over a graph and print it; why did it not fuse?",
     "collect-env": "what to put into a bug report",
 }
