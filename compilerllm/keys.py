@@ -83,7 +83,7 @@ def source_digests(on_gpu: bool) -> dict[str, str]:
 
     here = Path(__file__).parent
     other = ("cpu", "reference") if on_gpu else ("triton", "cutlass", "reference")
-    names = ("artifact", "compiler", "planning", "cuda_artifact" if on_gpu else "cpu_artifact")
+    names = ("artifact", "building", "compiler", "planning", "cuda_artifact" if on_gpu else "cpu_artifact")
     found = {"driver": _hash_files(here, [here / f"{name}.py" for name in names])}
     for part, package in (("ir", ir), ("passes", passes), ("models", models), ("kernels", kernels)):
         root = Path(str(package.__file__)).parent

@@ -52,6 +52,7 @@ SERVING = (
 )
 COMPILER = (
     *SERVING,
+    "compilerllm.building",
     "compilerllm.compiler",
     "compilerllm.keys",
     "compilerllm.cpu_artifact",
@@ -113,6 +114,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.targets": SERVING,
     "compilerllm.planning": COMPILER,
     "compilerllm.validation": COMPILER,
+    "compilerllm.building": COMPILER,
     "compilerllm.compiler": COMPILER,
     "compilerllm.keys": COMPILER,
     "compilerllm.cpu_artifact": COMPILER,

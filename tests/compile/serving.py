@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from compilerllm.compiler import CompileRequest, build
+from compilerllm.building import build
+from compilerllm.compiler import CompileRequest
 from compilerllm.ir.step import StepInputs
 from compilerllm.loading import load_compiled
 

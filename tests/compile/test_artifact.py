@@ -87,7 +87,7 @@ def test_how_a_build_ends_is_told_in_a_line(program: str, says: str) -> None:
 
 def test_an_unforeseen_error_is_a_line_and_its_traceback_a_note(tmp_path: Path) -> None:
     """A request that no face makes, so that reading it is a mistake of ours."""
-    command = [sys.executable, "-P", "-m", "compilerllm.compiler"]
+    command = [sys.executable, "-P", "-m", "compilerllm.building"]
     with pytest.raises(CompileFailed, match=r"not foreseen.*--debug") as caught:
         run_child([*command, '{"colour": "red"}', str(tmp_path)])
     assert "\n" not in str(caught.value)
@@ -97,11 +97,11 @@ def test_an_unforeseen_error_is_a_line_and_its_traceback_a_note(tmp_path: Path) 
 def test_an_interrupted_build_ends_its_process() -> None:
     pids: list[int] = []
 
-    def interrupt(stage: str) -> None:
+    def interrupt(number: int, stage: str) -> None:
         pids.append(int(stage))
         raise KeyboardInterrupt
 
-    program = "import os, time; print('stage', os.getpid(), flush=True); time.sleep(60)"
+    program = "import os, time; print('stage 0', os.getpid(), flush=True); time.sleep(60)"
     with pytest.raises(KeyboardInterrupt):
         run_child([sys.executable, "-c", program], interrupt)
     with pytest.raises(ProcessLookupError):

@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 
-from compilerllm.compiler import CompileRequest, build
+from compilerllm.building import build
+from compilerllm.compiler import CompileRequest
 from compilerllm.loading import load_compiled
 from compilerllm.passes.errors import NotServable
 
