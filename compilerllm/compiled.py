@@ -6,7 +6,7 @@ No compiler is imported here: an artifact's library and manifest, and the checkp
 import ctypes as C
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class CompiledModel:
         self.weights: Region | None = None
         self._addresses: Mapping[str, int] = {}
         self._states: dict[str, Region] = {}
+        self.num_blocks = 0  # KV blocks of each group, from ``allocate`` on
         self._most_rows = max(b.rows for b in self.buckets)
         self._logits = np.empty((self._most_rows, self.vocab_size), np.float32)
         self._rows = 0
@@ -81,10 +82,11 @@ class CompiledModel:
         threads: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         memory: int | None = None,
+        buckets: Collection[Bucket] | None = None,
     ) -> "CompiledModel":
         """Open the artifact in ``folder`` and fill its parameters from ``source``.
 
-        ``memory``: bytes that the process may take; the plan is held against them and against what is available before
+        ``buckets``: those of the artifact's that will be needed; by default all. ``memory``: bytes that the process may take; the plan is held against them and against what is available before
         anything is allocated. Raises ``DoesNotFit``, ``ArtifactInvalid``, ``ArtifactError`` and the weight source's
         errors; ``on_progress`` gets bytes done and bytes in all.
         """
@@ -94,6 +96,8 @@ class CompiledModel:
                 f"{folder} holds no finished artifact. Build it with `compilerllm compile`."
             )
         check_machine(manifest)
+        if buckets is not None:
+            manifest = _within(manifest, buckets)
         model = CompiledModel(folder, manifest, threads or num_threads())
         model._hold_to_plan(memory)
         model.weights, model._addresses = load_parameters(
@@ -139,6 +143,7 @@ class CompiledModel:
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> SamplingTables:
         """Reserve ``num_blocks`` blocks in each group (touched when first written) and the sampling tables."""
+        self.num_blocks = num_blocks
         for entry in self.manifest["states"]:
             size = kv_block_bytes(entry["dtype"], entry["heads"], entry["dim"]) * num_blocks
             self._states[entry["name"]] = Region(size, f"{num_blocks} KV blocks of {entry['name']}")
@@ -188,3 +193,13 @@ class CompiledModel:
             self.library.dll.cllm_read(self.threads, C.c_void_p(self.weights.address), count)
             best = min(best, time.perf_counter() - start)
         return count * 4 / best / 1e9
+
+
+def _within(manifest: dict[str, Any], buckets: Collection[Bucket]) -> dict[str, Any]:
+    """The manifest with these buckets alone."""
+    kept = [i for i, b in enumerate(manifest["buckets"]) if Bucket(**b) in buckets]
+    plans = manifest["program"]["plans"]
+    return manifest | {
+        "buckets": [manifest["buckets"][i] for i in kept],
+        "program": manifest["program"] | {"plans": [plans[i] for i in kept]},
+    }

@@ -79,30 +79,39 @@ def time_kernels(model: "CudaModel", sequences: int, query: int, context: int) -
 def match_records(records: Sequence[tuple[str, float]], names: Sequence[str], repeats: int) -> Microseconds:
     """Mean microseconds of each launch, from (name, microseconds) records of ``repeats`` runs in order.
 
-    ``names``: of the launches in order, "" for a library call. A kernel of ours has one record, under its name; a library
-    call has all up to the next launch of ours, of two in a row the first has one. Raises ``TimesDoNotMatch``.
+    ``names`` as for ``launch_of_each``, which raises ``TimesDoNotMatch``.
     """
     micros = np.zeros(len(names))
-    at = 0
+    for (_, us), launch in zip(records, launch_of_each([n for n, _ in records], names, repeats), strict=True):
+        micros[launch] += us
+    return micros / repeats
+
+
+def launch_of_each(seen: Sequence[str], names: Sequence[str], repeats: int) -> list[int]:
+    """The launch that each of the kernels ``seen`` in ``repeats`` runs belongs to, by its place in ``names``.
+
+    ``names``: of the launches in order, "" for a library call. A kernel of ours is seen once, under its name; a library
+    call has all up to the next launch of ours, of two in a row the first has one. Raises ``TimesDoNotMatch``.
+    """
+    found: list[int] = []
     for _ in range(repeats):
         for index, name in enumerate(names):
             if name:
-                if at >= len(records) or records[at][0] != name:
-                    found = records[at][0] if at < len(records) else "nothing"
-                    raise TimesDoNotMatch(f"launch {index} is {name}, but the profiler saw {found}")
-                micros[index] += records[at][1]
-                at += 1
+                at = len(found)
+                if at >= len(seen) or seen[at] != name:
+                    instead = seen[at] if at < len(seen) else "nothing"
+                    raise TimesDoNotMatch(f"launch {index} is {name}, but the profiler saw {instead}")
+                found.append(index)
                 continue
             following = next((n for n in (*names[index + 1 :], *names) if n), "")
             alone = not names[(index + 1) % len(names)]
-            while at < len(records) and records[at][0] != following:
-                micros[index] += records[at][1]
-                at += 1
+            while len(found) < len(seen) and seen[len(found)] != following:
+                found.append(index)
                 if alone:
                     break
-    if at < len(records):
-        raise TimesDoNotMatch(f"the profiler saw {records[at][0]} after the last launch")
-    return micros / repeats
+    if len(found) < len(seen):
+        raise TimesDoNotMatch(f"the profiler saw {seen[len(found)]} after the last launch")
+    return found
 
 
 def _grouped(

@@ -1,18 +1,24 @@
-"""Where a step's time goes, kernel by kernel, beside what the device could do. For models compiled for CUDA.
+"""Where a step's time goes, kernel by kernel, beside what the device could do.
 
-  compilerllm bench kernels MODEL --device cuda --batch-size 8 --context 256
+  compilerllm bench kernels MODEL --batch-size 8 --context 256
   compilerllm bench kernels MODEL --device cuda --query-len 8000 --context 8000 --max-num-batched-tokens 8192
 
-Each kernel is timed alone, in a step at its own size. Launches is how often the step runs it, us of one launch; GB/s and
-TFLOP/s are of the bytes and operations that cannot be avoided, at the size of the step's bucket. "Of peak" is the larger
-share of the two measured peaks. The step's own time is below the sum where kernels overlap.
+On a GPU each kernel is timed alone, in a step at its own size; the step's own time is below the sum where kernels overlap.
+On a CPU the program is built once more with a clock read after every stage; the sum is the step's time. Launches is how
+often the step runs a kernel, us of one launch; GB/s and TFLOP/s are of the bytes and operations that cannot be avoided, on
+a GPU at the size of the step's bucket. "Of peak" is the larger share of the two measured peaks. `compilerllm explain
+--measure` says more of every kernel.
 """
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compilerllm.cli.bench_flags import add_common_flags, open_quietly, whole_number
 from compilerllm.errors import CompilerLLMError
+
+if TYPE_CHECKING:
+    from compilerllm.benchmark import KernelTimer
+    from compilerllm.llm import LLM
 
 
 class NoKernelTimer(CompilerLLMError):
@@ -33,16 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from compilerllm.benchmark import KernelTimer, describe, print_table, write_record
+    from compilerllm.benchmark import describe, print_table, write_record
 
     _, llm = open_quietly(args)
     with llm:
-        model = llm.model
-        if not isinstance(model, KernelTimer):
-            raise NoKernelTimer(
-                f"{llm.engine.ready.target} runs a whole step as one call, so its kernels have no times of their own: "
-                "`bench kernels` is for models compiled with --device cuda. `compilerllm bench latency` times the step."
-            )
+        model = _timer(llm)
         times = model.time_kernels(args.batch_size, args.query_len, args.context)
         rows = [
             entry(
@@ -72,6 +73,23 @@ def run(args: argparse.Namespace) -> int:
     print(f"sum of all launches: {total / 1e3:.3f} ms a step")
     write_record(record | {"sum_ms": round(total / 1e3, 4), "kernels": rows}, args.output)
     return 0
+
+
+def _timer(llm: "LLM") -> "KernelTimer":
+    """What times the model's kernels. Raises ``NoKernelTimer``."""
+    from compilerllm.benchmark import KernelTimer
+    from compilerllm.compiled import CompiledModel
+
+    if isinstance(llm.model, CompiledModel):
+        from compilerllm.explain.cpu_timer import CpuKernelTimer
+
+        return CpuKernelTimer(llm.model, llm.model.folder)
+    if isinstance(llm.model, KernelTimer):
+        return llm.model
+    raise NoKernelTimer(
+        f"{llm.engine.ready.target} at level 0 runs torch's operators one by one and no kernels of ours: take level 1 or "
+        "above. `compilerllm bench latency` times the step."
+    )
 
 
 def entry(

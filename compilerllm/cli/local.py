@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from compilerllm.llm import LLM
 
 
-def compile_model(config: EngineConfig, target: str | None = None) -> "Found":
-    """The artifact, built in a child process if the cache has none. ``target``: in place of this machine's.
+def compile_model(config: EngineConfig, target: str | None = None, from_config: bool = False) -> "Found":
+    """The artifact, built in a child process if the cache has none. ``target``: in place of this machine's. from_config:
+    from the configuration alone, so that weights need not be there.
 
     Loads no torch here: a server's own process has none.
     """
@@ -21,8 +22,11 @@ def compile_model(config: EngineConfig, target: str | None = None) -> "Found":
     from compilerllm.environment import num_threads
 
     num_threads()  # a mistake in the environment is told before the compile, not after it
+    request = CompileRequest.of(config, target)
+    if from_config:
+        request = dataclasses.replace(request, load_format="config")
     with compile_progress() as on_stage:
-        return ensure_artifact(CompileRequest.of(config, target), locate(config.model.model), on_stage)
+        return ensure_artifact(request, locate(config.model.model), on_stage)
 
 
 def open_model(config: EngineConfig) -> "tuple[Found, LLM]":

@@ -68,7 +68,7 @@ def render(report: Report, width: int = 100, detailed: Sequence[str] = ()) -> st
     """The whole text. detailed: the buckets whose kernels are listed; by default the ends of each kind."""
     width = max(width, NARROWEST)
     names = [b.name for b in report.buckets]
-    shown = [n for n in detailed if n in names] or _ends(report)
+    shown = [n for n in detailed if n in names] or ends(report)
     parts = [_card(report), _bucket_lines(report)]
     parts += [_bucket_table(report, report.bucket(name), width) for name in shown]
     if len(shown) < len(names):
@@ -77,7 +77,7 @@ def render(report: Report, width: int = 100, detailed: Sequence[str] = ()) -> st
     return "\n\n".join(part for part in parts if part)
 
 
-def _ends(report: Report) -> list[str]:
+def ends(report: Report) -> list[str]:
     """The smallest and the largest decode bucket, the largest with prompts."""
     decode = [b.name for b in report.buckets if b.kind == "decode"]
     mixed = [b.name for b in report.buckets if b.kind == "mixed"]
