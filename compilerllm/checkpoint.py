@@ -14,8 +14,8 @@ class ModelNotFound(CompilerLLMError):
     """No checkpoint where the model's name points."""
 
 
-def locate(model: str) -> Path:
-    """The folder or GGUF file that ``model`` names. Raises ``ModelNotFound``."""
+def locate(model: str, weights: bool = True) -> Path:
+    """The folder or GGUF file that ``model`` names; without ``weights``, a hub's model comes without. Raises ``ModelNotFound``."""
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -38,7 +38,7 @@ def locate(model: str) -> Path:
             f"{model} does not exist. Give a folder, a .gguf file, or a hub id such as org/name."
         )
     try:
-        return download(model)
+        return download(model, weights=weights)
     except NotOnHub as error:
         raise ModelNotFound(f"{error}.") from error
 

@@ -18,6 +18,8 @@ COMMANDS = {
     "generate": "continue a text, and stop",
     "chat": "talk with a model in the terminal",
     "compile": "build the artifact ahead of time, serve nothing",
+    "build": "build artifacts for other machines, into a folder or one file",
+    "cache": "what is in the cache, why it misses; make room, export, import",
     "tune": "time candidate kernels of a model's shapes on this GPU",
     "bench": "measure a model: latency, throughput, startup, kernels",
     "bisect": "find the pass, node and kernel that make a model wrong",

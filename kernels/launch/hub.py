@@ -4,11 +4,14 @@ from pathlib import Path
 
 from compilerllm.kernels.launch.errors import NotOnHub
 
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # what compiling and serving read
+_DESCRIPTIONS = ["*.json", "*.jinja", "*.txt", "*.model"]  # what compiling and serving read beside weights
 
 
-def download(name: str, revision: str | None = None) -> Path:
-    """The folder of model ``org/name``. Raises ``NotOnHub`` where the hub does not give it, saying what to do."""
+def download(name: str, revision: str | None = None, weights: bool = True) -> Path:
+    """The folder of model ``org/name``, or what is in it but for the weights.
+
+    Raises ``NotOnHub`` where the hub does not give it, saying what to do.
+    """
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -18,8 +21,9 @@ def download(name: str, revision: str | None = None) -> Path:
         RepositoryNotFoundError,
     )
 
+    patterns = [*_DESCRIPTIONS, *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         raise NotOnHub(
             f"{name} needs its licence accepted on the hub, and HF_TOKEN set to a token of yours"
