@@ -1,7 +1,7 @@
 """The pieces that a chat model's output is made of, and what takes a text apart into them."""
 
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,16 @@ class CallArguments:
 
     index: int
     text: str
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. ``parameters``: the JSON schema of its arguments, an object."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False
 
 
 Part: TypeAlias = Reasoning | Content | CallStart | CallArguments

@@ -11,26 +11,27 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from compilerllm.errors import InvalidParameter
-from compilerllm.sampling_params import RepetitionDetection, SamplingParams
+from compilerllm.sampling_params import RepetitionDetection, SamplingParams, StructuredOutput
 from compilerllm.server.errors import MalformedBody, UnknownField
+from compilerllm.server.formats import GUIDED, one_form, read_response_format, read_structured_outputs
 from compilerllm.server.generation import PlanOptions
 from compilerllm.text.prompts import Truncation
 
 # Fields that change nothing about the answer, so that ignoring them misleads nobody.
 HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-     "parallel_tool_calls", "request_id", "session_id"}
+     "request_id", "session_id"}
 )  # fmt: skip
 
 # Fields not done yet, with the values that ask for nothing.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "audio": (), "best_of": (1,), "suffix": ("",), "function_call": ("none",), "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (),
-    "guided_regex": (), "kv_transfer_params": (), "ec_transfer_params": (), "logprob_token_ids": ([],), "modalities": (["text"],),
-    "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "prediction": (), "prompt_embeds": (), "response_format": ({"type": "text"},),
+    "audio": (), "best_of": (1,), "ec_transfer_params": (), "function_call": ("none",), "functions": ([],),
+    "kv_transfer_params": (), "length_penalty": (1.0,), "logprob_token_ids": ([],), "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},), "modalities": (["text"],), "prediction": (), "prompt_embeds": (),
     "return_mm_kwargs": (False,), "return_token_offsets": (False,), "return_weight_versions": (False,),
-    "routed_experts_prompt_start": (0,), "spaces_between_special_tokens": (True,), "structured_outputs": (),
-    "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "length_penalty": (1.0,), "verbosity": (),
-    "vllm_xargs": ({},), "watermarking": (False,), "web_search_options": (),
+    "routed_experts_prompt_start": (0,), "spaces_between_special_tokens": (True,), "suffix": ("",),
+    "tool_choice": ("none",), "tools": ([],), "use_beam_search": (False,), "verbosity": (), "vllm_xargs": ({},),
+    "watermarking": (False,), "web_search_options": (),
 }  # fmt: skip
 
 
@@ -65,6 +66,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     prompt_logprobs: int | None = None
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetection | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"
     priority: int = 0
@@ -74,6 +81,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     cache_salt: str | None = None
+
+    def form(self) -> StructuredOutput | None:
+        """The form that the output must have."""
+        guided = {kind: value for name, kind in GUIDED.items() if (value := getattr(self, name)) is not None}
+        return one_form(
+            read_response_format(self.response_format),
+            read_structured_outputs(self.structured_outputs),
+            read_structured_outputs(guided) if guided else None,
+        )
 
     def plan_options(self) -> PlanOptions:
         """What is not sampling."""
@@ -145,8 +161,13 @@ def _in_words(types: str) -> str:
 
 
 def sampling_params(
-    request: GenerationRequest, max_tokens: int | None, logprobs: int | None, defaults: dict[str, Any]
+    request: GenerationRequest,
+    max_tokens: int | None,
+    logprobs: int | None,
+    defaults: dict[str, Any],
+    form: StructuredOutput | None = None,
 ) -> SamplingParams:
+    """``defaults``: the model's own, for what the request leaves open; ``form``: of the output."""
     chosen = {name: getattr(request, name) for name in _DEFAULTED if getattr(request, name) is not None}
     return SamplingParams(
         n=request.n,
@@ -166,6 +187,7 @@ def sampling_params(
         bad_words=tuple(request.bad_words),
         thinking_token_budget=request.thinking_token_budget,
         repetition_detection=request.repetition_detection,
+        structured=form,
         logit_bias=_read_bias(request.logit_bias),
         **{**defaults, **chosen},
     )

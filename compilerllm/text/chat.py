@@ -1,5 +1,6 @@
 """Chat messages as clients send them, made into what templates read."""
 
+import json
 from typing import Any
 
 from compilerllm.errors import InvalidParameter
@@ -7,8 +8,10 @@ from compilerllm.text.errors import ChatTemplateMissing, TokenizerBroken
 from compilerllm.text.template import ChatTemplate
 from compilerllm.text.tokenizer import Tokenizer
 
-_ROLES = ("system", "developer", "user", "assistant")
-_FIELDS = frozenset({"role", "content", "name", "refusal", "reasoning", "reasoning_content"})
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_FIELDS = frozenset(
+    {"role", "content", "name", "refusal", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"}
+)
 
 
 def read_messages(messages: object) -> list[dict[str, Any]]:
@@ -30,7 +33,37 @@ def _read_message(message: object, at: str) -> dict[str, Any]:
         if name not in _FIELDS and value not in (None, []):
             raise InvalidParameter(f"{at}.{name} is not supported yet", f"{at}.{name}")
     kept = {name: value for name, value in message.items() if name in _FIELDS and value is not None}
+    if calls := kept.pop("tool_calls", None):
+        if role != "assistant":
+            raise InvalidParameter(f"{at}.tool_calls: only an assistant calls tools", f"{at}.tool_calls")
+        kept["tool_calls"] = _read_calls(calls, f"{at}.tool_calls")
+        if kept.get("content") is None:
+            return {**kept, "content": ""}
     return {**kept, "content": _read_content(message.get("content"), f"{at}.content")}
+
+
+def _read_calls(calls: object, at: str) -> list[dict[str, Any]]:
+    """Tool calls of a message, their arguments as objects, which is what templates read."""
+    if not isinstance(calls, list):
+        raise InvalidParameter(f"{at} must be a list of calls", at)
+    read = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidParameter(
+                f'{at}[{i}] must be {{"id": ..., "function": {{"name": ..., "arguments": ...}}}}',
+                f"{at}[{i}]",
+            )
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                place = f"{at}[{i}].function.arguments"
+                raise InvalidParameter(f"{place} is no valid JSON: {error}", place) from error
+        named = {"name": function["name"], "arguments": arguments}
+        read.append({**({"id": call["id"]} if call.get("id") else {}), "type": "function", "function": named})
+    return read
 
 
 def _read_content(content: object, at: str) -> str:

@@ -16,9 +16,10 @@ from compilerllm.errors import (
     QueueFull,
 )
 from compilerllm.ir.step import StateGroup, StepInputs
+from compilerllm.kernels.launch.host_memory import available_memory
 from compilerllm.runtime.client import EngineClient, ProcessEngine
 from compilerllm.runtime.engine import InProcessEngine
-from compilerllm.runtime.memory import available_memory, count_blocks
+from compilerllm.runtime.memory import count_blocks
 from compilerllm.runtime.messages import Batch, Delta, Request
 from compilerllm.sampling_params import SamplingParams
 from tests.runtime.fake_model import PAGED, POISON, VOCAB, WITH_SLOT, FakeModel, generate_alone

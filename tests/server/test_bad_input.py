@@ -125,10 +125,8 @@ def test_shapes(live: Live, path: str, fields: dict[str, Any], param: str, words
     [
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
         ({"zzz": 1}, "zzz", "Unknown field 'zzz'"),
-        ({"tools": [{}]}, "tools", "not supported yet"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs", "not supported yet"),
+        ({"watermarking": True}, "watermarking", "not supported yet"),
+        ({"use_beam_search": True}, "use_beam_search", "not supported yet"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -137,6 +135,50 @@ def test_fields_are_refused_by_name(
 ) -> None:
     start = {"messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
     check_error(live.post(path, **start, **fields), 400, "unknown_parameter", param, words)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        (TEXT, {"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+        (CHAT, {"tools": [{}]}, "tools[0].function", "an object with a name"),
+        (CHAT, {"tools": [{"function": {"name": ""}}]}, "tools[0].function.name", "1 to 64"),
+        (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0]", "other kinds"),
+        (
+            CHAT,
+            {"tools": [{"function": {"name": "f", "parameters": 3}}]},
+            "tools[0].function.parameters",
+            "JSON schema",
+        ),
+        (CHAT, {"tools": [{"function": {"name": "f"}}] * 2}, "tools[1].function.name", "another tool"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (CHAT, {"tool_choice": "maybe"}, "tool_choice", "must be"),
+        (
+            CHAT,
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+            "'g'",
+        ),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "must be text"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
+        (TEXT, {"structured_outputs": {}}, "structured_outputs", "must have one of"),
+        (TEXT, {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "has 2"),
+        (TEXT, {"structured_outputs": {"jason": {}}}, "structured_outputs.jason", "unknown member"),
+        (TEXT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", "non-empty"),
+        (
+            TEXT,
+            {"guided_regex": "a", "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "leave one out",
+        ),
+    ],
+)
+def test_forms_and_tools_are_checked(
+    live: Live, path: str, fields: dict[str, Any], param: str, words: str
+) -> None:
+    start = {"messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
+    code = "unknown_parameter" if words == "not supported yet" else "invalid_value"
+    check_error(live.post(path, **start, **fields), 400, code, param, words)
 
 
 def test_what_asks_for_nothing_is_taken(live: Live) -> None:

@@ -155,6 +155,20 @@ def test_text_parts_are_joined() -> None:
     assert read_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": "a\nb"}]
 
 
+def test_calls_and_their_results_reach_the_template_as_objects() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, 2]}'}}
+    asked, answered = read_messages(
+        [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        ]
+    )
+    assert asked["content"] == "" and asked["tool_calls"] == [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": [1, 2]}}}
+    ]
+    assert answered == {"role": "tool", "tool_call_id": "c1", "content": "3"}
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -166,7 +180,12 @@ def test_text_parts_are_joined() -> None:
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+        ([{"role": "user", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
     ],
 )
 def test_bad_messages_are_refused_by_place(messages: object, param: str) -> None:

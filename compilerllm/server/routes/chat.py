@@ -8,11 +8,13 @@ from starlette.responses import Response
 from compilerllm.errors import InvalidParameter
 from compilerllm.sampling_params import SamplingParams
 from compilerllm.server.chat import CallDelta, ChatAsk, ChatDelta, ChatReader, Message, plan_chat
+from compilerllm.server.formats import one_form
 from compilerllm.server.generation import Generation, Plan
 from compilerllm.server.logprobs import TokenNames, chat_logprobs
 from compilerllm.server.protocol import GenerationRequest, check_top_logprobs, read_request, sampling_params
 from compilerllm.server.service import Service, body_schema
 from compilerllm.server.shapes import Choices
+from compilerllm.server.tools import ToolUse, read_tools
 from compilerllm.text.output import TextDelta
 from compilerllm.text.tokenizer import Tokenizer
 
@@ -32,10 +34,13 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     include_reasoning: bool = True
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] = []
+    tools: list[Any] = []
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
-    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+    def sampling_params(self, defaults: dict[str, Any], use: ToolUse) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise InvalidParameter("top_logprobs needs logprobs to be true", "top_logprobs")
         check_top_logprobs(self.top_logprobs)
@@ -49,14 +54,20 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
             if limit < 1:
                 message = f"max_completion_tokens must be at least 1, but is {limit}"
                 raise InvalidParameter(message, "max_completion_tokens")
-        return sampling_params(self, limit, self.top_logprobs if self.logprobs else None, defaults)
+        form = one_form(self.form(), use.form())
+        return sampling_params(self, limit, self.top_logprobs if self.logprobs else None, defaults, form)
 
-    def template(self) -> dict[str, Any]:
+    def tool_use(self) -> ToolUse:
+        """The tools, and how they are to be used."""
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def template(self, use: ToolUse) -> dict[str, Any]:
         """What the chat template is given beside the messages."""
         given: dict[str, Any] = {
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
             "documents": self.documents or None,
+            "tools": use.for_template(),
         }
         if self.reasoning_effort is not None:
             given["reasoning_effort"] = self.reasoning_effort
@@ -160,12 +171,13 @@ def read_chat(service: Service, body: bytes) -> tuple[tuple[ChatRequest, ChatAsk
     """The body checked, and what to run. In a thread."""
     asked = read_request(body, ChatRequest)
     service.check_model(asked.model)
+    use = asked.tool_use()
     ask = ChatAsk(
         asked.messages,
-        asked.sampling_params(service.sampling_defaults),
+        asked.sampling_params(service.sampling_defaults, use),
         options=asked.plan_options(),
         add_special_tokens=asked.add_special_tokens,
-        template=asked.template(),
+        template=asked.template(use),
         source=_own_template(service, asked),
     )
     return (asked, ask), plan_chat(service, ask)

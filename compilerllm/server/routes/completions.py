@@ -49,7 +49,9 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
             )
         if self.suffix and self.echo:
             raise InvalidParameter("echo cannot go with suffix", "echo")
-        made = sampling_params(self, 1 if self.prompt_only else self.max_tokens, self.logprobs, defaults)
+        made = sampling_params(
+            self, 1 if self.prompt_only else self.max_tokens, self.logprobs, defaults, self.form()
+        )
         if self.picks:
             made = replace(made, n=self.best_of, logprobs=made.logprobs or 0)
         if self.echo and self.logprobs is not None and made.prompt_logprobs is None:
