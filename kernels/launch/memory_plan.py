@@ -82,11 +82,11 @@ class MemoryPlan:
             return
         items = [i for i in self.items if not (taken and i.before)]
         listed = ", ".join(f"{i.name} {i.nbytes / MEBIBYTE:,.1f}" for i in items)
-        flags = list(dict.fromkeys(flag for i in sorted(items, key=lambda i: -i.nbytes) for flag in i.flags))
+        flags = list(dict.fromkeys(f for i in sorted(items, key=lambda i: -i.nbytes)[:3] for f in i.flags))
         raise DoesNotFit(
             f"the plan takes {need / MEBIBYTE:,.1f} MiB before any KV block, {(need - limit) / MEBIBYTE:,.1f} MiB more than "
-            f"{what} ({limit / MEBIBYTE:,.1f} MiB): {listed} MiB. `compilerllm plan` says what would fit"
-            + (f"; {', '.join(flags)} make it smaller." if flags else ".")
+            f"{what} ({limit / MEBIBYTE:,.1f} MiB): {listed} MiB. `compilerllm plan` computes what fits"
+            + (f"; smaller by {', '.join(flags)}." if flags else ".")
         )
 
 
