@@ -19,7 +19,7 @@ sampled only had to reach the last layer's keys and values. Where every token is
 buckets of pure decoding leave it out.
 """
 
-from compilerllm.ir.builder import prune
+from compilerllm.ir.builder import Rewriter, prune
 from compilerllm.ir.graph import Graph, Node, Value
 from compilerllm.ir.types import StepType
 from compilerllm.passes.gather_rows import _Gatherer, rowwise
@@ -65,6 +65,10 @@ def _tail(graph: Graph) -> frozenset[Node]:
 
 
 class _Early(_Gatherer):
+    def finish(self, *outputs: Value) -> Graph:
+        """Results stay what they are: what is wanted of every token is gathered by whoever wants it."""
+        return Rewriter.finish(self, *outputs)
+
     def visit(self, node: Node) -> tuple[Value, ...] | None:
         if node.op == "gather_rows" and node.operand(0) in self.in_tail:
             return (self.get(node.operand(0)),)

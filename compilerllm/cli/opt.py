@@ -2,10 +2,12 @@
 
 compilerllm opt graph.ir --passes canonicalise,fuse_add_norm
 compilerllm opt model.gguf --optimization-level 1 --dump-ir steps/
+compilerllm opt model.gguf --verify
 """
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,9 @@ from compilerllm.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from compilerllm.ir.graph import Module
+    from compilerllm.passes.pipeline import Options, Pass
     from compilerllm.passes.report import PassReport
+    from compilerllm.validation.rewrites import Finding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-serve", action="store_true", help="The graph is no language model: leave the serve phase out."
     )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="Run the graph before and after each pass on made-up inputs (a large model made small), and compare.",
+    )
     parser.add_argument("--dtype", default="auto", help="Type of weights and activations of a MODEL.")
 
 
@@ -46,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from compilerllm.ir.text import print_module
     from compilerllm.passes.pipeline import Options, find_pass, run_pipeline
 
-    module = _load(args.source, args.dtype)
+    module = captured = _load(args.source, args.dtype)
     options = Options(
         level=args.optimization_level,
         serve=not args.no_serve,
@@ -64,7 +73,21 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     print(print_module(module))
     _print_reports(reports)
+    if args.verify:
+        _verify(captured, options, passes)
     return 0
+
+
+def _verify(module: "Module", options: "Options", passes: "list[Pass] | None") -> None:
+    """A line for each pass that changed something. Raises ``RewriteInvalid`` where one is wrong."""
+    from compilerllm.validation.rewrites import require_valid, verify_pipeline
+    from compilerllm.validation.shrink import small_enough
+
+    def tell(entry: "Pass", found: "list[Finding]") -> None:
+        print(f"{entry.name}: {'INVALID' if found else 'valid'}", file=sys.stderr)
+
+    options = replace(options, dump_ir=None)
+    require_valid(verify_pipeline(small_enough(module), options, tell, passes=passes))
 
 
 def _load(source: str, dtype: str) -> "Module":

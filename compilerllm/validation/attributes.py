@@ -1,4 +1,4 @@
-"""Checks that a replacement consumes every attribute of what it replaced, by changing the attributes one at a time.
+"""Checks that a replacement consumes all there is to what it replaced: attributes, and what ``variations.py`` changes.
 
 For each node that a pass took away, and each attribute that its op has, the graph before gets another legal value; then
 the pass runs again. Either it no longer matches, or both graphs must still agree. That says something only where the
@@ -24,8 +24,10 @@ from compilerllm.validation.inputs import KINDS, Kind, make_trial
 from compilerllm.validation.relations import REFUSALS
 from compilerllm.validation.rewrites import Finding, validate_application
 from compilerllm.validation.running import Runner, distance, isolate, one_thread
+from compilerllm.validation.variations import variations
 from compilerllm.validation.weights import Weights
 
+QUICK = tuple(k for k in KINDS if k.name in ("random", "decode"))
 # Names that hold sizes, or say what is called: what they may be is settled by the graph around them.
 SIZES = frozenset(("shape", "size", "extent", "heads", "fn", "params", "states", "target", "args", "kwargs"))
 # What an attribute that is left out may be set to, so that it makes a difference.
@@ -45,23 +47,23 @@ TEXTS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attribute of one node that was changed."""
+    """One thing about one node that was changed."""
 
     function: str
     node: str
-    attribute: str
+    attribute: str  # empty where something else was changed
     value: str
     outcome: str  # "agrees", "no longer matches", "not exercised", or "differs"
     finding: Finding | None = None
 
 
 def unconsumed(entry: Pass, module: Module, options: Options, seed: int = 0) -> list[Finding]:
-    """Findings for attributes whose change the replacement does not see."""
+    """Findings for attributes, and other things about a node, whose change the replacement does not see."""
     return [a.finding for a in attempts(entry, module, options, seed) if a.finding is not None]
 
 
 def attempts(entry: Pass, module: Module, options: Options, seed: int = 0) -> Iterator[Attempt]:
-    """Every attribute of every node that ``entry`` takes away from ``module``, each changed by itself.
+    """Every attribute of every node that ``entry`` takes away from ``module``, each changed by itself; then the rest.
 
     A pass over functions is tried on each function alone; one over modules on the whole.
     """
@@ -108,14 +110,25 @@ def _over(
                 yield Attempt(name, repr(node), attribute, str(value), outcome, finding)
                 if outcome != "not exercised":
                     break  # one value that says something is enough
+        for words, changed in variations(module, inside, node):
+            outcome, finding = _try(entry, changed, options, seed, None)
+            if finding is not None:
+                what = f"where at {node!r} {words}, {finding.what}"
+                finding = replace(
+                    finding, function=name, what=what, nodes=(repr(node),), origin=node.origin.path
+                )
+            yield Attempt(name, repr(node), "", words, outcome, finding)
 
 
 def _try(
-    entry: Pass, changed: Module, options: Options, seed: int, oracle: "_Oracle"
+    entry: Pass, changed: Module, options: Options, seed: int, oracle: "_Oracle | None"
 ) -> tuple[str, Finding | None]:
-    kind = oracle.told_apart(changed)
-    if kind is None:
-        return "not exercised", None
+    """``oracle``: whom to ask for inputs that tell the changed graph from the unchanged; None takes any."""
+    kinds = QUICK
+    if oracle is not None:
+        if (kind := oracle.told_apart(changed)) is None:
+            return "not exercised", None
+        kinds = (kind,)
     try:
         after, _ = entry.run(changed, options)
     except PassError:
@@ -125,7 +138,7 @@ def _try(
     if after is changed:
         return "no longer matches", None
     try:
-        found = validate_application(entry, changed, after, options, kinds=(kind,), seed=seed)
+        found = validate_application(entry, changed, after, options, kinds=kinds, seed=seed)
     except CannotValidate:
         return "not exercised", None
     return ("differs", found[0]) if found else ("agrees", None)

@@ -198,6 +198,8 @@ class _Wide:
 
 def native_budget(value: Tensor, wide: Tensor | None) -> float:
     """What the dtype's own roundings do to the graph before, times 4. ``wide``: the same result of an f32 run."""
+    if value.dtype not in _UNIT:
+        return 0.0
     own = 0.0 if wide is None else distance(wide, value.float())
     return NATIVE_FACTOR * max(_UNIT[value.dtype] * magnitude(value), own if own < float("inf") else 0.0)
 

@@ -52,6 +52,11 @@ class Finding:
         return f"{self.pass_name}: @{self.function}: {self.what}{inputs}{size}{at}{source}"
 
 
+def _never(kind: Kind) -> bool:
+    """Matrix products of another shape, or in another dtype, in which sums may go in another order."""
+    return False
+
+
 def _rows_in_order(kind: Kind) -> bool:
     """All rows are sampled in order, so that both sides multiply matrices of the same size."""
     return kind.sample == "all"
@@ -73,7 +78,9 @@ RELATIONS: dict[str, Relation] = {
     "rotate_boundary": Same(alone=False),
     "gather_rows": Same(interfaces.sampled_rows, exact=_rows_in_order),
     "gather_early": Same(exact=_rows_in_order),
-    "float_logits": Same(interfaces.rounded_as_before),
+    "float_logits": Same(interfaces.rounded_as_before, exact=_never),
+    "pack_projections": Same(exact=_never),
+    "split_heads": Same(exact=_never),
     "shard": interfaces.shard,
     "add_adapters": interfaces.add_adapters,
     "sample_every_token": Same(wanted=_decodes, alone=False),

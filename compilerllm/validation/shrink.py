@@ -10,6 +10,7 @@ afterwards (``build.py``), not assumed. What it cannot show is an error that nee
 sum so long that its rounding matters; those are the kernels' tests' business.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -21,7 +22,8 @@ from compilerllm.ir.verify import verify
 from compilerllm.passes.opinfo import ALONG_AXIS, BINARY, UNARY, axis_of
 
 LAYERS = 2  # calls of a function that are kept
-FLOORS = {"heads": 2, "dim": 8, "packed": 64, "other": 32}  # no size of its class becomes less
+FLOORS = {"heads": 2, "dim": 8, "table": 64, "other": 32}  # no size of its class becomes less
+MANY = 2**22  # weights from which on a module is made small
 BLOCK = 32  # weights a block of a packed type
 WINDOW = 6  # tokens; the next larger window of a module gets one more
 Axis = tuple[Value, int]
@@ -70,6 +72,12 @@ def shrink(module: Module, layers: int = LAYERS) -> Module:
     return small
 
 
+def small_enough(module: Module) -> Module:
+    """The module itself where its weights are few, else made small."""
+    elements = sum(math.prod(int(d) for d in i.type.shape) for i in module.param_instances())
+    return module if elements <= MANY else shrink(module)
+
+
 class _Sizes:
     """Classes of axes, what they may be divided by, and the products that reshapes relate."""
 
@@ -77,6 +85,7 @@ class _Sizes:
         self.module = module
         self.parent: dict[Axis, Axis] = {}
         self.frozen: set[Axis] = set()
+        self.packed: set[Axis] = set()  # along which blocks of weights lie
         self.floors: dict[Axis, int] = {}  # of axes whose class has one of its own
         self.numbers: list[
             tuple[Axis, int]
@@ -94,7 +103,7 @@ class _Sizes:
             if isinstance(extent, int):
                 self.numbers.append((axis, extent))
                 if axis[0].tensor.is_quantized and axis[1] == axis[0].tensor.rank - 1:
-                    self.floors[axis] = FLOORS["packed"]
+                    self.packed.add(axis)
             else:
                 self.frozen.add(axis)
         while self.parent[axis] != axis:
@@ -156,6 +165,7 @@ class _Sizes:
 
     def _embedding(self, node: Node) -> None:
         ids, table, y = node.operand(0), node.operand(1), node.output
+        self.floors[table, 0] = FLOORS["table"]  # it may be one of positions
         self.same((table, 1), (y, y.tensor.rank - 1))
         for i in range(ids.tensor.rank):
             self.same((ids, i), (y, i))
@@ -184,8 +194,7 @@ class _Sizes:
         self.same(
             (q, 1), (k, 1), (v, 1), (y, 1), *(((node.operand(3), 0),) if node.input(3) is not None else ())
         )
-        self.same((q, 2), (k, 2))
-        self.same((v, 2), (y, 2))
+        self.same((q, 2), (k, 2), (v, 2), (y, 2))
         for value in (q, k, v):
             self.floors[value, 1], self.floors[value, 2] = FLOORS["heads"], FLOORS["dim"]
 
@@ -285,16 +294,16 @@ class _Sizes:
         """The power of two that each axis is divided by: the largest that nothing forbids."""
         floors: dict[Axis, int] = {}
         for axis, floor in self.floors.items():
-            root = self.root(axis)
-            packed = FLOORS["packed"] in (floor, floors.get(root))
-            floors[root] = FLOORS["packed"] if packed else min(floor, floors.get(root, floor))
+            floors[self.root(axis)] = min(floor, floors.get(self.root(axis), floor))
+        blocks = {self.root(axis) for axis in self.packed}
         most: dict[Axis, int] = {}
         for axis, number in self.numbers:
             root = self.root(axis)
             room = _twos(number)
             if number == axis[0].shape[axis[1]]:  # not the start or stop of a slice
-                floor = floors.get(root, FLOORS["other"])
-                whole = BLOCK if floor == FLOORS["packed"] else 1  # a packed row is a number of blocks
+                floor, whole = floors.get(root, FLOORS["other"]), 1
+                if root in blocks:
+                    floor, whole = max(floor, 2 * BLOCK), BLOCK
                 while room and (number >> room < floor or (number >> room) % whole):
                     room -= 1
             most[root] = min(most.get(root, 64), room)
@@ -321,19 +330,15 @@ def _twos(number: int) -> int:
 
 def _segments(a: tuple[Dim, ...], b: tuple[Dim, ...]) -> Iterator[tuple[list[int], list[int]]]:
     """Neighbouring axes of two shapes with equal products, as short as possible; axes of 1 belong to none."""
-    primes = {
-        n: p
-        for n, p in zip(
-            sorted(set().union(*map(free_dims, (*a, *b)))), (10007, 10009, 10037, 10039), strict=False
-        )
-    }
+    names = sorted(set().union(*map(free_dims, (*a, *b))))
+    primes = dict(zip(names, (10007, 10009, 10037, 10039, 10061, 10067), strict=False))
     left = [(i, _count(d, primes)) for i, d in enumerate(a) if d != 1]
     right = [(i, _count(d, primes)) for i, d in enumerate(b) if d != 1]
     while left or right:
         group: tuple[list[int], list[int]] = ([], [])
         products = [1, 1]
         while products[0] != products[1] or not group[0] or not group[1]:
-            side = 0 if products[0] <= products[1] and left or not right else 1
+            side = 0 if (products[0] <= products[1] and left) or not right else 1
             axis, extent = (left, right)[side].pop(0)
             group[side].append(axis)
             products[side] *= extent
