@@ -44,7 +44,7 @@ lint: $(DEV) ## Formatting, lint, types and README's tree alone
 	$(BIN)/python docs/tree.py --check
 
 lines: ## Lines by folder, the largest files; a file over 500 is refused
-	@git ls-files -co --exclude-standard '*.py' '*.h' '*.cpp' '*.cu' | sort -u | grep -v '^typings/' | \
+	@git ls-files -co --exclude-standard '*.py' '*.h' '*.cpp' '*.cu' '*.js' '*.css' | sort -u | grep -v '^typings/' | \
 	while read -r f; do [ -f "$$f" ] && [ ! -L "$$f" ] && echo "$$(wc -l < "$$f") $$f"; done | sort -rn | awk \
 	'{ split($$2, part, "/"); sum[part[1]] += $$1; n[part[1]]++; if (NR <= 8) top[NR] = $$0; if ($$1 > 500) over[$$2] = $$1 } \
 	END { for (d in sum) printf "%7d lines %4d files  %s\n", sum[d], n[d], d; print "largest:"; \

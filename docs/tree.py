@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("compilerllm", "ir", "models", "passes", "kernels", "benchmarks")
 MAX_PURPOSE = 120
+SUFFIXES = {".py", ".h", ".js"}
 BEGIN, END = "<!-- tree: written by `make tree` -->", "<!-- end of tree -->"
 
 
@@ -32,9 +33,9 @@ def listing(folder: Path, depth: int) -> list[str]:
     lines = [row(f"{folder.name}/", purpose(own) if own.exists() else "", depth)]
     entries = sorted(folder.iterdir(), key=lambda p: (p.is_dir(), p.name))
     for path in entries:
-        if path.is_dir() and any(p.suffix in {".py", ".h"} for p in path.rglob("*")):
+        if path.is_dir() and any(p.suffix in SUFFIXES for p in path.rglob("*")):
             lines += listing(path, depth + 1)
-        elif path.suffix in {".py", ".h"} and path != own:
+        elif path.suffix in SUFFIXES and path != own:
             lines.append(row(path.name, purpose(path), depth + 1))
     return lines
 

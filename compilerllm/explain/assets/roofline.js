@@ -41,9 +41,10 @@ class Roofline {
     const box = { x0: PLOT.left + strip, x1: width - PLOT.right, y0: PLOT.height - PLOT.bottom, y1: PLOT.top };
     const log = (a, b, from, to) => v => from + (to - from) * (Math.log(v) - Math.log(a)) / (Math.log(b) - Math.log(a));
     const px = log(low, high, box.x0, box.x1), py = log(bottom, top, box.y0, box.y1);
+    let stripped = 1; // side by side, since those without work of their own all stand at the bottom
     for (const p of points) {
-      p.r = Math.max(3.5, 15 * Math.sqrt(p.row.share / most));
-      p.cx = p.strip ? PLOT.left + strip / 2 - 4 : Math.max(box.x0 + 4, Math.min(box.x1 - 4, px(p.x)));
+      p.r = Math.max(3.5, (p.strip ? 7 : 15) * Math.sqrt(p.row.share / most));
+      p.cx = p.strip ? PLOT.left + strip / 2 - 4 + (strip / 4) * (stripped++ % 3 - 1) : Math.max(box.x0 + 4, Math.min(box.x1 - 4, px(p.x)));
       p.cy = p.strip ? box.y0 - 10 - (box.y0 - box.y1 - 20) * Math.min(1, p.reach) : Math.max(box.y1 + 4, Math.min(box.y0 - 4, py(p.y)));
     }
     points.sort((a, b) => b.r - a.r || a.row.launches[0] - b.row.launches[0]);
@@ -99,8 +100,9 @@ class Roofline {
     const slope = Math.atan2(py(machine.tflops) - py(roof(low)), px(ridge) - px(low)) * 180 / Math.PI;
     const peak = rate(machine.tflops), speed = `${number(machine.bandwidth)} GB/s`;
     const flat = [px(high) - 6 - widthOf(peak), py(machine.tflops) - 20, px(high), py(machine.tflops) - 2];
-    const x = Math.sqrt(low * ridge), ridgeText = `ridge ${number(ridge)}`;
-    busy.push(flat, [px(ridge) - 3, py(machine.tflops), px(ridge) + 3, box.y0], [px(ridge) - 4, box.y0 - 20, px(ridge) + 4 + widthOf(ridgeText), box.y0 - 2]);
+    const x = Math.sqrt(low * ridge), ridgeText = `ridge ${number(ridge)}`, wide = widthOf(ridgeText) + 8;
+    const left = px(ridge) + wide < box.x1 ? px(ridge) + 5 : px(ridge) - wide + 3;
+    busy.push(flat, [px(ridge) - 3, py(machine.tflops), px(ridge) + 3, box.y0], [left, box.y0 - 20, left + wide, box.y0 - 2]);
     for (let x = box.x0; x < box.x1; x += 5) { // the roof itself, so that no name is written over it
       const y = py(roof(low * (high / low) ** ((x - box.x0) / (box.x1 - box.x0))));
       busy.push([x - 4, y - 5, x + 4, y + 5]);
@@ -112,7 +114,7 @@ class Roofline {
       svg("path.roof", { d: path }),
       svg("text.note", { x: px(high) - 6, y: py(machine.tflops) - 8, "text-anchor": "end" }, peak),
       svg("text.note", { transform: `translate(${mx},${my}) rotate(${slope})`, y: -8, "text-anchor": "middle" }, speed),
-      svg("text.note", { x: px(ridge) + 5, y: box.y0 - 7 }, ridgeText),
+      svg("text.note", { x: left, y: box.y0 - 7 }, ridgeText),
     ];
   }
 
@@ -144,7 +146,10 @@ class Roofline {
 
   key(event) {
     const move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-    if (event.key === "Enter" && this.at >= 0) openRow(this.points[this.at].row.id, this.bucket.name);
+    if (event.key === "Enter" && this.at >= 0) {
+      event.preventDefault(); // the row's button, which has the focus next, would get it too
+      openRow(this.points[this.at].row.id, this.bucket.name);
+    }
     if (event.key === "Escape") { hideTip(); highlight(null); }
     if (!move) return;
     event.preventDefault();

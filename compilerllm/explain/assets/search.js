@@ -45,7 +45,11 @@ class Search {
     }
     for (const { node, buckets } of seen.values()) add("node", node.text, node.path, openAt(buckets), node.passes.join(" "));
     for (const [path, { buckets }] of modules) {
-      add("module", path, inBuckets(buckets), () => go({ view: "step", bucket: here(buckets)[0], only: path, kernel: null }));
+      add("module", path, inBuckets(buckets), () => {
+        go({ view: "step", bucket: here(buckets)[0], only: path, kernel: null });
+        view.table.filter.scrollIntoView({ block: "start" });
+        view.table.filter.focus({ preventScroll: true });
+      });
     }
     report.passes.forEach((p, i) => {
       add("pass", p.name, `${p.phase}: ${p.meaning}`, () => go({ view: "passes", pass: String(i), fn: null, line: null }));
