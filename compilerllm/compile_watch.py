@@ -73,6 +73,13 @@ def add(*several: Mapping[str, int]) -> dict[str, int]:
     return {kind: sum(c.get(kind, 0) for c in several) for kind in KINDS}
 
 
+def text(counted: Mapping[str, int] | None = None) -> str:
+    """``0``, or ``3 (c++ 2, triton 1)``; of this process by default."""
+    found = {kind: n for kind, n in (counts() if counted is None else counted).items() if n}
+    kinds = ", ".join(f"{kind} {n}" for kind, n in found.items())
+    return f"{sum(found.values())} ({kinds})" if found else "0"
+
+
 def kind_of(command: Sequence[str]) -> str | None:
     """Which kind of compiler a command line starts, if any; a shell's by the commands in its text."""
     if not command:

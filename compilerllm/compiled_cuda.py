@@ -266,6 +266,10 @@ class CudaModel:
         """Which candidates run, and how that came about."""
         return self._picker.picks
 
+    def card_lines(self) -> dict[str, str]:
+        """What is known from ``allocate`` on, for a card."""
+        return {"picks": text} if (text := self.picks.text()) else {}
+
     def _pick(self) -> None:
         """Measure candidates that nothing is known of; from then on there are the picked ones alone."""
         backend, whole = self._backend, self._picker.whole

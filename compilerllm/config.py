@@ -6,8 +6,10 @@ The flag of a field is its name with dashes (``--max-num-seqs``), and a keyword 
 
 import dataclasses
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import PurePath
 from typing import Any, Literal
 
 from compilerllm.errors import InvalidParameter
@@ -214,43 +216,88 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class StartConfig:
+    """Which artifact is run, and whether a start may build or measure."""
+
+    artifact: str | None = _option(
+        None,
+        "Run this artifact (an artifact's folder, a bundle, or a packed .cllm file), and build nothing. What is compiled in "
+        "comes from it: limits may be lowered, not raised.",
+    )
+    require_artifact: bool = _option(
+        False, "Never build: without --artifact the cache must have the artifact, or the start is refused."
+    )
+    deterministic: bool = _option(
+        False,
+        "On a GPU, run the first of several candidates, whatever was or could be measured: equal artifacts then run equal "
+        "kernels on every machine.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.artifact is not None:
+            _require(self.artifact != "", "artifact", self.artifact, "a path")
+
+    @property
+    def may_build(self) -> bool:
+        """Whether a missing artifact is built."""
+        return self.artifact is None and not self.require_artifact
+
+
+@dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine process is told."""
+    """Everything an engine process is told. given: names of the options that were asked for; others have their defaults."""
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    start: StartConfig = field(default_factory=StartConfig)
+    given: tuple[str, ...] = ()
 
     @staticmethod
-    def create(**options: Any) -> "EngineConfig":
+    def create(given: Collection[str] | None = None, **options: Any) -> "EngineConfig":
         """Build from flat names, as flags and ``LLM`` give them: ``create(model=..., max_num_seqs=8)``.
 
-        Raises ``InvalidParameter`` for an unknown name, and for a value out of range.
+        given: which of them were asked for; by default all. Raises ``InvalidParameter`` for an unknown name, and for a
+        value out of range.
         """
-        given = dict(options)
-        parts = {part: _take(cls, given) for part, cls in CONFIG_PARTS.items()}
-        if given:
-            name = next(iter(given))
+        asked = tuple(sorted(options if given is None else given))
+        left = dict(options)
+        parts = {part: _take(cls, left) for part, cls in CONFIG_PARTS.items()}
+        if left:
+            name = next(iter(left))
             known = ", ".join(f.name for cls in CONFIG_PARTS.values() for f in dataclasses.fields(cls))
             raise InvalidParameter(f"There is no option {name!r}. Options are: {known}.", name)
-        if "model" not in parts["model"]:
-            raise InvalidParameter("--model is missing: give a directory, a hub id or a .gguf file.", "model")
+        artifact = parts["start"].get("artifact")
+        if parts["model"].get("model") is None:
+            if artifact is None:
+                raise InvalidParameter(
+                    "--model is missing: give a directory, a hub id or a .gguf file.", "model"
+                )
+            if parts["model"].get("load_format") != "dummy":
+                raise InvalidParameter(
+                    f"MODEL is missing: {artifact} holds no weights. Name the model it was built for too, or say "
+                    "--load-format dummy to run it with made-up weights.",
+                    "model",
+                )
+            parts["model"]["model"] = PurePath(artifact).name or artifact
         return EngineConfig(
             ModelConfig(**parts["model"]),
             CacheConfig(**parts["cache"]),
             SchedulerConfig(**parts["scheduler"]),
+            StartConfig(**parts["start"]),
+            asked,
         )
 
 
-CONFIG_PARTS: dict[str, type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig]] = {
+Part = type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig] | type[StartConfig]
+CONFIG_PARTS: dict[str, Part] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "start": StartConfig,
 }
 
 
-def _take(
-    cls: type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig], given: dict[str, Any]
-) -> dict[str, Any]:
+def _take(cls: Part, given: dict[str, Any]) -> dict[str, Any]:
     """Move the options that ``cls`` has out of ``given``."""
     return {f.name: given.pop(f.name) for f in dataclasses.fields(cls) if f.name in given}

@@ -58,20 +58,24 @@ class LLM:
     """Loads (and where the cache misses, compiles) a model and generates with it.
 
     ``model`` is a folder, a hub id or a .gguf file; further keywords are the fields of ``config.ModelConfig``,
-    ``CacheConfig`` and ``SchedulerConfig``: dtype, optimization_level, max_model_len, kv_cache_bytes, num_blocks,
-    enable_prefix_caching, max_num_seqs ... Not to be called from several threads at once. ``close`` frees the model; a
+    ``CacheConfig``, ``SchedulerConfig`` and ``StartConfig``: dtype, optimization_level, max_model_len, kv_cache_bytes,
+    num_blocks, enable_prefix_caching, max_num_seqs, artifact ... With ``artifact``, a path, nothing is ever built, and
+    ``load_format="dummy"`` needs no ``model``. Not to be called from several threads at once. ``close`` frees the model; a
     ``with`` statement does so by itself.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | None = None, **options: Any) -> None:
         begin = time.perf_counter()
-        from compilerllm.loading import find_artifact, load_engine_model, tokenizer_dir
+        from compilerllm.loading import load_engine_model, tokenizer_dir
         from compilerllm.runtime.engine import InProcessEngine
+        from compilerllm.serving_artifact import find_artifact, settle_limits
 
         compile_watch.watch()
-        config = EngineConfig.create(model=model, **options)
+        config = EngineConfig.create(**options if model is None else {"model": model, **options})
         start = time.perf_counter()
-        found = find_artifact(config)
+        with compile_watch.asked_for_by(f"LLM({config.model.display_name!r})"):
+            found = find_artifact(config)
+        config = settle_limits(config, found.path)
         compiled = time.perf_counter()
         loaded, facts = load_engine_model(config)
         tokenizer = open_tokenizer(tokenizer_dir(found.path))

@@ -4,19 +4,23 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compilerllm import compile_watch
 from compilerllm.artifact import cutlass_line, opaque_line, read_manifest
 from compilerllm.checkpoint import locate
 from compilerllm.compiled import CompiledModel
-from compilerllm.compiler import CompileRequest, Found, OnStage, ensure_artifact
 from compilerllm.config import EngineConfig
-from compilerllm.environment import num_threads
+from compilerllm.coverage import Limits, check_coverage
+from compilerllm.environment import cache_dir, num_threads
 from compilerllm.errors import CompilerLLMError
 from compilerllm.ir.recipe import parse_recipe
 from compilerllm.ir.step import Bucket, Executable
 from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.launch.errors import WeightError
 from compilerllm.kernels.launch.weights import SourceSpec, execute
+from compilerllm.matching import check_model
+from compilerllm.picks import SECONDS
 from compilerllm.runtime.messages import ModelFacts
+from compilerllm.serving_artifact import MADE_UP, find_artifact, manifest_of, origin
 from compilerllm.targets import is_cuda
 
 if TYPE_CHECKING:
@@ -27,12 +31,6 @@ if TYPE_CHECKING:
 GRAPH_LEVEL = 2  # from here on a GPU's steps are graphs
 
 
-def find_artifact(config: EngineConfig, on_stage: OnStage | None = None) -> Found:
-    """The artifact for a configuration, built where the cache has none. Faces call it too: the tokenizer is in it."""
-    place = locate(config.model.model)
-    return ensure_artifact(CompileRequest.of(config), place, on_stage)
-
-
 def tokenizer_dir(artifact: Path) -> Path:
     """The artifact's folder for the text layer: tokenizer.json, templates, generation_config.json."""
     return artifact / "tokenizer"
@@ -40,17 +38,22 @@ def tokenizer_dir(artifact: Path) -> Path:
 
 def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
     """The executable and what the startup card says of it. Raises ``CompilerLLMError`` with the reason."""
-    found = find_artifact(config)
-    manifest = read_manifest(found.path)
-    assert manifest is not None, "ensure_artifact gave a finished artifact"
-    place = locate(config.model.model)
+    with compile_watch.asked_for_by(f"loading {config.model.display_name}"):
+        found = find_artifact(config)
+    manifest = manifest_of(found.path)
+    made_up = config.start.artifact is not None and config.model.load_format == MADE_UP
+    place = None if made_up else locate(config.model.model)
     start = time.perf_counter()
     try:
-        model = load_compiled(found.path, place, config.cache.memory_bytes)
+        if config.start.artifact is not None and place is not None:
+            check_model(manifest, place)
+        needed = check_coverage(found.path, manifest, Limits.of(config, manifest))
+        picks = None if config.start.deterministic else cache_dir() / "picks"
+        model = load_compiled(found.path, place, config.cache.memory_bytes, buckets=needed, picks=picks)
     except (KernelError, WeightError) as error:
         raise CompilerLLMError(str(error)) from error
     loaded = time.perf_counter() - start
-    origin = "found in the cache" if found.hit else f"{found.seconds:.1f} s"
+    built = "found in the cache" if found.hit else f"{found.seconds:.1f} s"
     buckets = model.buckets
     decode = [b.sequences for b in buckets if b.max_query == 1]
     if manifest["level"] == 0:
@@ -64,8 +67,9 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
         "target": f"{where}, level O{manifest['level']}",
         "buckets": f"{len(decode)} decode ({decode[0]} to {decode[-1]} sequences), {len(buckets) - len(decode)} mixed "
         f"(up to {max(b.tokens for b in buckets)} tokens)",
+        "artifact": f"{manifest['id'][:12]} {origin(config, found)}",
         "memory": memory_line(model),
-        "compile": f"{origin}; weights loaded in {loaded:.1f} s",
+        "compile": f"{built if config.start.artifact is None else 'nothing'}; weights loaded in {loaded:.1f} s",
     }
     if opaque := opaque_line(manifest):
         card["opaque"] = opaque
@@ -75,24 +79,33 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
 
 
 def load_compiled(
-    artifact: Path, place: Path, memory: int | None = None
-) -> "CompiledModel | CudaModel | ReferenceModel":
+    artifact: Path, place: Path | None, memory: int | None = None, *,
+    buckets: tuple[Bucket, ...] | None = None, picks: Path | None = None,
+) -> "CompiledModel | CudaModel | ReferenceModel":  # fmt: skip
     """Open an artifact with its checkpoint's weights. Level O0 runs the reference interpreter instead of a program.
 
-    memory: bytes that the process, or of a GPU the model, may take.
+    place: None for made-up weights. memory: bytes that the process, or of a GPU the model, may take. buckets: those that
+    will be needed, by default all. picks: where picks among candidates are kept; None: default candidates run.
     """
     manifest = read_manifest(artifact)
     if manifest is None:
         raise CompilerLLMError(f"{artifact} holds no finished artifact. Build it with `compilerllm compile`.")
-    spec = SourceSpec.from_json(manifest["source"] | {"path": str(place)})
+    spec = SourceSpec.from_json(manifest["source"] | {"path": str(place or "")})
+    if place is None and spec.kind != MADE_UP:
+        spec = SourceSpec(MADE_UP)
     if manifest["level"] == 0:
         return load_reference(artifact, manifest, spec)
     if is_cuda(manifest["target"]):
         from compilerllm.compiled_cuda import CudaModel, CudaOptions
 
-        options = CudaOptions(graphs=manifest["level"] >= GRAPH_LEVEL)
+        options = CudaOptions(
+            graphs=manifest["level"] >= GRAPH_LEVEL,
+            buckets=buckets,
+            picks=picks,
+            pick_seconds=SECONDS if picks else 0.0,
+        )
         return CudaModel.load(artifact, spec.open(), options=options, memory=memory)
-    return CompiledModel.load(artifact, spec.open(), memory=memory)
+    return CompiledModel.load(artifact, spec.open(), memory=memory, buckets=buckets)
 
 
 def load_reference(artifact: Path, manifest: dict[str, Any], spec: SourceSpec) -> "ReferenceModel":

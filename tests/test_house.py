@@ -42,6 +42,7 @@ SERVING = (
     "compilerllm.cache",
     "compilerllm.checkpoint",
     "compilerllm.compiled",
+    "compilerllm.coverage",
     "compilerllm.description",
     "compilerllm.compiled_cuda",
     "compilerllm.cuda_program",
@@ -92,11 +93,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.matching": SERVING,
     "compilerllm.checkpoint": SERVING,
     "compilerllm.compiled": SERVING,
+    "compilerllm.coverage": SERVING,
     # It asks for the artifact by the compiler's face, which builds in a child process.
+    "compilerllm.serving_artifact": (*SERVING, "compilerllm.compiler"),
     "compilerllm.loading": (
         *SERVING,
-        "compilerllm.compiler",
         "compilerllm.loading",
+        "compilerllm.serving_artifact",
         "compilerllm.runtime.memory",
         "compilerllm.runtime.messages",
         "compilerllm.kernels.reference",  # level 0
@@ -137,6 +140,7 @@ SERVE_TIME = (
     "compilerllm.cuda_program",
     "compilerllm.picks",
     "compilerllm.config",
+    "compilerllm.coverage",
     "compilerllm.environment",
     "compilerllm.errors",
     "compilerllm.kernel_times",
@@ -148,6 +152,7 @@ SERVE_TIME = (
     "compilerllm.runtime",
     "compilerllm.sampling_params",
     "compilerllm.server",
+    "compilerllm.serving_artifact",
     "compilerllm.targets",
     "compilerllm.text",
 )

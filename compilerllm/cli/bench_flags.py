@@ -19,7 +19,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="Of the prompts and their lengths.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="Append the JSON line to this file.")
-    add_engine_flags(parser, ("served_model_name",))
+    add_engine_flags(parser, ("served_model_name",), starts=True)
     parser.set_defaults(enable_prefix_caching=False)
 
 

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="Instructions that stand before the chat.")
     add_sampling_flags(parser, 512)
-    add_engine_flags(parser, ("served_model_name",))
+    add_engine_flags(parser, ("served_model_name",), starts=True)
 
 
 def run(args: argparse.Namespace) -> int:

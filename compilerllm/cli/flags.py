@@ -3,14 +3,21 @@
 import argparse
 import dataclasses
 import difflib
+import sys
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from compilerllm.config import CONFIG_PARTS, EngineConfig, flag_of
 from compilerllm.errors import CompilerLLMError
 
-_TITLES = {"model": "which model, and how it is compiled", "cache": "memory", "scheduler": "batching"}
+_TITLES = {
+    "model": "which model, and how it is compiled",
+    "cache": "memory",
+    "scheduler": "batching",
+    "start": "which artifact",
+}
 
 
 class UsageError(CompilerLLMError):
@@ -25,6 +32,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}\n  {self.prog} --help lists what there is")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's; ``given`` of the result are the names of the flags that are there."""
+        words = {word.partition("=")[0] for word in (sys.argv[1:] if args is None else args)}
+        found, rest = super().parse_known_args(args, namespace)
+        flags = {a.dest for a in self._actions if words.intersection(a.option_strings)}
+        found.given = flags | getattr(found, "given", set())
+        return found, rest
 
     def refuse_unknown(self, rest: list[str]) -> None:
         """Raise ``UsageError`` for arguments that nothing took."""
@@ -87,10 +104,13 @@ def read_config(args: argparse.Namespace, kind: type[Any], **fixed: Any) -> Any:
     return kind(**{**fields, **fixed})
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
-    """All flags of an engine, a group a part; MODEL itself is positional."""
+def add_engine_flags(
+    parser: argparse.ArgumentParser, skip: tuple[str, ...] = (), starts: bool = False
+) -> None:
+    """All flags of an engine, a group a part; MODEL itself is positional. starts: also those of what runs one."""
     for name, part in CONFIG_PARTS.items():
-        add_config(parser, _TITLES[name], part, ("model", *skip))
+        if name != "start" or starts:
+            add_config(parser, _TITLES[name], part, ("model", *skip))
 
 
 def read_engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -99,10 +119,10 @@ def read_engine_config(args: argparse.Namespace) -> EngineConfig:
 
     names = [f.name for part in CONFIG_PARTS.values() for f in dataclasses.fields(part)]
     options = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    if options["model"] is None:
+    if options["model"] is None and options.get("artifact") is None:
         options["model"] = str(demo_model())
         options["served_model_name"] = options.get("served_model_name") or "SmolLM2-135M-Instruct"
-    return EngineConfig.create(**options)
+    return EngineConfig.create(given=set(getattr(args, "given", options)) & set(options), **options)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:

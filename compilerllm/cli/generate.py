@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="A folder, a hub id or a .gguf file.")
     parser.add_argument("text", metavar="TEXT", help="What to continue.")
     add_sampling_flags(parser, 64)
-    add_engine_flags(parser, ("served_model_name",))
+    add_engine_flags(parser, ("served_model_name",), starts=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def compile_model(config: EngineConfig, target: str | None = None, from_config: bool = False) -> "Found":
-    """The artifact, built in a child process if the cache has none. ``target``: in place of this machine's. from_config:
-    from the configuration alone, so that weights need not be there.
+    """The artifact that the configuration names, or the cache's, built in a child process if that has none. ``target``: in
+    place of this machine's. from_config: from the configuration alone, so that weights need not be there.
 
     Loads no torch here: a server's own process has none.
     """
@@ -20,8 +20,12 @@ def compile_model(config: EngineConfig, target: str | None = None, from_config: 
     from compilerllm.cli.terminal import compile_progress
     from compilerllm.compiler import CompileRequest, ensure_artifact
     from compilerllm.environment import num_threads
+    from compilerllm.serving_artifact import find_artifact
 
     num_threads()  # a mistake in the environment is told before the compile, not after it
+    if target is None and not from_config:
+        with compile_progress() as on_stage:
+            return find_artifact(config, on_stage)
     request = CompileRequest.of(config, target)
     if from_config:
         request = dataclasses.replace(request, load_format="config")
@@ -38,6 +42,11 @@ def open_model(config: EngineConfig) -> "tuple[Found, LLM]":
 
 
 def flat_options(config: EngineConfig) -> dict[str, Any]:
-    """The keywords of ``LLM`` for a configuration."""
+    """The keywords of ``LLM`` for a configuration: those that were asked for, and what differs from the default."""
     parts = [getattr(config, name) for name in CONFIG_PARTS]
-    return {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
+    return {
+        f.name: value
+        for part in parts
+        for f in dataclasses.fields(part)
+        if (value := getattr(part, f.name)) != f.default or f.name in config.given
+    }

@@ -1,5 +1,5 @@
 """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and /health,
-/metrics, /version. Where the cache has no artifact for the model, it is compiled first.
+/metrics, /version. Where the cache has no artifact for the model, it is compiled first, unless one is named.
 
     compilerllm serve                                the demo model on 127.0.0.1:8000
     compilerllm serve model.gguf --port 9000         a GGUF file
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", metavar="MODEL", help="A folder, a hub id or a .gguf file; by default the demo's."
     )
     add_config(parser, "server", ServerConfig)
-    add_engine_flags(parser)
+    add_engine_flags(parser, starts=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,19 +37,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(config: Any, server: ServerConfig, listener: Any) -> None:
+    from compilerllm import compile_watch
     from compilerllm.cli import local
     from compilerllm.cli.terminal import print_card, startup_card
     from compilerllm.runtime.client import ProcessEngine
     from compilerllm.server.run import address_of, listen, run
+    from compilerllm.serving_artifact import settle_limits
 
-    found = local.compile_model(config)
+    compile_watch.watch()
+    with compile_watch.asked_for_by("the server's start"):
+        found = local.compile_model(config)
+    config = settle_limits(config, found.path)
     engine = ProcessEngine(config)
     try:
         with ThreadPoolExecutor(1) as thread:  # while the engine loads the weights
             face = thread.submit(_load_face, found.path / "tokenizer")
             ready = engine.start()
             build_app, tokenizer = face.result()
-        card = startup_card(ready.card, found)
+        events = compile_watch.add(ready.compile_events, compile_watch.counts())
+        card = {**startup_card(ready.card, found), "compile events": compile_watch.text(events)}
         listen(listener, server)  # from the moment the card says so, whoever connects is answered
         print_card({**card, "listening": address_of(listener) + "/v1"})
         run(build_app(engine, tokenizer, server, config.model.display_name), listener, server)

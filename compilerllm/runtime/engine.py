@@ -93,9 +93,9 @@ class InProcessEngine:
         self.scheduler = Scheduler(
             scheduler, pool, max_model_len=longest, widest=widest, drafter=drafter, max_drafts=max_drafts
         )
+        self._runner = Runner(model, num_blocks, max_num_seqs, longest)
         self.ready = self._describe(model, pool, longest, max_num_seqs, scheduler)
         self.limits = Limits.of(self.ready)
-        self._runner = Runner(model, num_blocks, max_num_seqs, longest)
         self._on_device = is_asynchronous(model)
         overlap = scheduler.async_scheduling
         if overlap is None:  # a step that keeps all cores busy would only wait for the host to get off one
@@ -119,6 +119,7 @@ class InProcessEngine:
         size = max((g.block_size for g in paged), default=0)
         mebibytes = pool.num_blocks * sum(g.bytes_per_block for g in paged) / 2**20
         blocks = f"{pool.num_blocks} of {size} tokens, {mebibytes:.0f} MiB; {max_num_seqs} sequences of up to {longest}"
+        model_lines = getattr(model, "card_lines", dict[str, str])()  # what it knows from ``allocate`` on
         return Ready(
             model=self._facts.model,
             target=self._facts.target,
@@ -129,7 +130,13 @@ class InProcessEngine:
             max_open_requests=scheduler.max_open_requests,
             policy=scheduler.policy,
             pid=os.getpid(),
-            card={**self._facts.card, "KV blocks": blocks},
+            compile_events=compile_watch.counts(),
+            card={
+                **self._facts.card,
+                "KV blocks": blocks,
+                **model_lines,
+                "compile events": compile_watch.text(),
+            },
         )
 
     @property

@@ -105,6 +105,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_open_requests: int | None = None  # running and waiting ones it takes; None = no limit
     policy: str = "fcfs"  # in which order requests run
     pid: int = 0  # the engine's process
+    compile_events: dict[str, int] = {}  # by kind, in that process so far
     card: dict[str, str]  # label -> text, in print order: model, target, buckets, KV blocks, memory, compile
 
 

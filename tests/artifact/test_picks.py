@@ -270,7 +270,8 @@ def timed(
     program: Program, seconds: float
 ) -> tuple[dict[int, dict[int, float]], list[list[tuple[int, int]]]]:
     device = Recorded()
-    bench: Any = Bench(program, device, lambda i: device, lambda i: None, 4000.0, 700.0)  # type: ignore[arg-type]
+    bound: Any = device
+    bench = Bench(program, bound, lambda i: bound, lambda i: None, 4000.0, 700.0)
     return measure(bench, (), seconds), device.passes
 
 
