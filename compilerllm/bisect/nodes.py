@@ -42,7 +42,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Checked:
-    """A node over all steps: ``worst`` is the measure of its worst result, in step ``number``."""
+    """A node over all steps: ``worst`` is the measure of its worst result in step ``number``, the first that is outside the
+    budget, or else the one nearest to it."""
 
     order: int
     path: str
@@ -139,7 +140,7 @@ def check_all(module: Module, seen: Iterator[Seen]) -> list[Checked]:
         site = item.site
         key = site.prefix, id(site.node)
         before = found.get(key)
-        if before is not None and before.worst.ratio >= measure.ratio:
+        if before is not None and (not before.worst.within or before.worst.ratio >= measure.ratio):
             continue
         shapes = [_shape(o) for o in (*item.operands, *item.results)]
         found[key] = Checked(

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from compilerllm.bisect.budget import Whole, measure_whole
-from compilerllm.bisect.evaluate import Evaluator, Watch
+from compilerllm.bisect.evaluate import Evaluator, Site, Watch
 from compilerllm.bisect.known import Blame, Known
 from compilerllm.bisect.parameters import Parameters
 from compilerllm.bisect.workload import Workload
-from compilerllm.ir.graph import Module
+from compilerllm.ir.graph import Module, Node, Value
 from compilerllm.ir.text import print_node
 from compilerllm.kernels.groups import paged_windows
+from compilerllm.kernels.refs import VIEW_OPS
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Culprit:
-    """A node of the graph after a pass: its text, its function, the module of the model it comes from, and the step."""
+    """A node of the graph after a pass: its text, its function, the module of the model it comes from, and the step.
+
+    made: the nearest nodes that feed it and that the pass made, where it did not make the node itself.
+    """
 
     node: str
     function: str
     path: str
     step: int
+    made: tuple[str, ...] = ()
 
 
 def run_stage(
@@ -94,5 +99,34 @@ def locate(before: Stage, after: Stage, params: Parameters, work: Workload) -> C
         found = run_stage(after, params, run, watches=[b.look for b in blames])
         for number, (logits, blame) in enumerate(zip(found, blames, strict=True)):
             if not known[number].has(logits) and (site := blame.latest) is not None:
-                return Culprit(print_node(site.node).strip(), site.graph.name, site.path, number)
+                return Culprit(
+                    _text(site.node), site.graph.name, site.path, number, _made_by(after.name, site)
+                )
     return None
+
+
+def _made_by(name: str, site: Site) -> tuple[str, ...]:
+    """Nodes that pass ``name`` touched last, upstream of a node, none behind another; empty if it touched the node."""
+    makers = site.graph.producers()
+
+    def touched(node: Node) -> bool:
+        return node.origin.passes[-1:] == (name,)
+
+    found: dict[Node, None] = {}
+    pending = [] if touched(site.node) else list(site.node.operands)
+    seen: set[Value] = set()
+    while pending:
+        value = pending.pop(0)
+        node = makers.get(value)
+        if value in seen or node is None:
+            continue
+        seen.add(value)
+        if touched(node) and node.op not in VIEW_OPS:
+            found[node] = None
+        else:
+            pending += node.operands
+    return tuple(_text(n) for n in list(found)[:3])
+
+
+def _text(node: Node) -> str:
+    return print_node(node).strip()

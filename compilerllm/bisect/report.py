@@ -52,6 +52,7 @@ class Verdict:
     node: str = ""
     function: str = ""
     path: str = ""
+    made: tuple[str, ...] = ()  # pass: nodes of its making that feed ``node``
     kernel: str = ""
     shapes: tuple[str, ...] = ()
     step: str = ""

@@ -92,6 +92,8 @@ class Search:
         place = ""
         if culprit is not None:
             place = f" of {culprit.path or '@' + culprit.function}, at the node {culprit.node}"
+            if culprit.made:
+                place += f", fed by {' and '.join(culprit.made)},"
         text = (
             f"pass {after.name} made the result{place} wrong: the logits' error against float32 went from {was.all.ours:.3g} "
             f"to {error.all.ours:.3g} ({error.all.allowed:.3g} is allowed)."
@@ -100,6 +102,7 @@ class Search:
         return Verdict(
             "pass", text, pass_name=after.name, node=culprit.node if culprit else "",
             function=culprit.function if culprit else "", path=culprit.path if culprit else "",
+            made=culprit.made if culprit else (),
             step=self.work.describe(culprit.step) if culprit and culprit.step < len(self.work.chunks) else "",
             remedy=remedy, skippable=skippable,
         )  # fmt: skip
