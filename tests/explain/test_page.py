@@ -200,6 +200,17 @@ def test_choosing_a_bucket(page: Page, report: Report) -> None:
     assert page.run("document.querySelector('#bucket').options.length") == len(report.buckets)
     page.run("history.back()")
     page.wait("document.querySelector('#bucket').value === 'decode-8'")
+    page.click("details.all summary")
+    page.wait("document.querySelector('.buckets tr')")
+    for bucket in report.buckets:
+        cells = page.texts(f".buckets tr[data-bucket={bucket.name}] td")
+        assert cells[0] == bucket.name and read(cells[5]) == pytest.approx(bucket.nbytes, rel=0.006)
+        assert read(cells[8]) == pytest.approx(bucket.predicted_us, rel=0.006)
+        assert (cells[9] == "–") == (bucket.measured is None)
+    page.click(".buckets tr[data-bucket=mixed-512] button")
+    page.wait("document.querySelector('#bucket').value === 'mixed-512'")
+    page.run("history.back()")
+    page.wait("document.querySelector('#bucket').value === 'decode-8'")
     assert page.text("[aria-pressed=true]") == "measured"
     page.click("[data-basis=predicted]")
     assert page.text("[aria-pressed=true]") == "predicted"

@@ -42,7 +42,8 @@ class StepView {
     root.append(
       el("div.panel", {}, el("div.heading", {}, el("h2", {}, el("label", { for: "bucket" }, "Bucket")), el("span.chooser", {},
         next(-1, "The bucket before", "‹"), this.chooser, next(1, "The next bucket", "›")),
-        this.about, el("span.grow"), el("div.switch", { role: "group", "aria-label": "Times to go by" }, this.basisButtons)), this.stats),
+        this.about, el("span.grow"), el("div.switch", { role: "group", "aria-label": "Times to go by" }, this.basisButtons)), this.stats,
+        bucketTable(model)),
       ...parts);
     this.timeline = new Timeline(model, parts[0]);
     this.roofline = new Roofline(model, parts[1]);
@@ -102,4 +103,26 @@ class StepView {
       el("div", { "data-stat": name, "data-value": value }, el("dt", {}, name), el("dd", {}, text), more ? el("small", {}, more) : "")));
     this.rowsCount = rows.length;
   }
+}
+
+/** Every bucket in a line, drawn when it is first opened. */
+function bucketTable(model) {
+  const { buckets } = model.report, measured = buckets.some(b => b.measured);
+  const of = (b, name) => sum(b.launches[name], x => x || 0);
+  const columns = [
+    ["Bucket", null], ["Tokens", b => whole(b.tokens)], ["Sequences", b => whole(b.sequences), "wide"],
+    ["Context", b => b.context ? whole(b.context) : "–", "wide"], ["Launches", b => whole(b.launches.kernel.length), "wide"],
+    ["Bytes", b => bytes(of(b, "nbytes")), "wide"], ["Flops", b => flops(of(b, "flops")).replace(/flop$/, "").trim(), "wide"],
+    ["Roofline µs", b => number(of(b, "roofline_us"))], ["Predicted µs", b => number(of(b, "predicted_us"))],
+    ...measured ? [["Measured µs", b => b.measured ? number(b.measured.wall_us) : "–"],
+      ["Unattributed", b => b.measured ? percent(b.measured.unattributed_us / b.measured.wall_us) : "–", "wide"]] : [],
+  ];
+  const line = b => el("tr", { "data-bucket": b.name }, columns.map(([, show, wide]) => show
+    ? el(`td.num${wide ? ".wide" : ""}`, {}, show(b))
+    : el("td", {}, el("button.link", { type: "button", onclick: () => go({ bucket: b.name, kernel: null }) }, b.name))));
+  const fill = box => box.querySelector("table") || box.append(el("table.buckets", {},
+    el("thead", {}, el("tr", {}, columns.map(([name, show, wide]) =>
+      el(`th${show ? ".num" : ""}${wide ? ".wide" : ""}`, { scope: "col" }, name)))),
+    el("tbody", {}, buckets.map(line))));
+  return el("details.all", { ontoggle: e => e.target.open && fill(e.target) }, el("summary", {}, `All ${count(buckets.length, "bucket")}`));
 }
