@@ -173,7 +173,7 @@ class Node:
     def __repr__(self) -> str:
         outs = ", ".join(f"%{v.name}" for v in self.outputs)
         ins = ", ".join("none" if v is None else f"%{v.name}" for v in self.inputs)
-        return f"{outs} = {self.op}({ins})"
+        return f"{outs} = {self.op}({ins})" if outs else f"{self.op}({ins})"
 
 
 @dataclass(frozen=True)

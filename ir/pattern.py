@@ -119,6 +119,15 @@ class Matcher:
         """Whether exactly one node takes the value and the function does not return it."""
         return len(self.uses[value]) == 1 and value not in self.outputs
 
+    def who_else(self, value: Value, taker: Node | None) -> str:
+        """For a reason: "%h is also read by mul and pow, and returned", beside ``taker``."""
+        others = list(dict.fromkeys(n.op for n in self.uses[value] if n is not taker))
+        if self.uses[value].count(taker) > 1 and taker is not None:  # type: ignore[arg-type]
+            others.append(f"{taker.op} once more")
+        read = f"is also read by {' and '.join(others)}" if others else ""
+        returned = "is returned" if value in self.outputs else ""
+        return f"%{value.name} {', and '.join(part for part in (read, returned) if part)}"
+
     def _node(self, pattern: P, node: Node, attempt: _Attempt, is_root: bool = False) -> Mismatch | None:
         depth = len(attempt.nodes)
         if node.op not in pattern.ops:
@@ -129,11 +138,8 @@ class Matcher:
         if not is_root and pattern.single_use:
             for value in node.outputs:
                 if len(self.uses[value]) + (value in self.outputs) > 1:
-                    return Mismatch(
-                        node,
-                        f"%{value.name} has {len(self.uses[value]) + (value in self.outputs)} uses",
-                        depth,
-                    )
+                    taker = attempt.nodes[-1] if attempt.nodes else None
+                    return Mismatch(node, self.who_else(value, taker), depth)
         attempt.nodes.append(node)
         if pattern.name is not None:
             attempt.named[pattern.name] = node

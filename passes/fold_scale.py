@@ -99,7 +99,7 @@ def _product(
         )
         return None
     if not matcher.used_once(value):
-        report.miss(attention, f"%{value.name} has other uses")
+        report.miss(attention, matcher.who_else(value, attention))
         return None
     return node, x, factor
 

@@ -79,5 +79,7 @@ def _not_linear(packed: Value, linear: Node | None, matcher: Matcher) -> str | N
     if "out_dtype" in linear.attrs:
         return f"the linear's result is converted to {linear.attrs['out_dtype']}"
     if len(matcher.uses[packed]) != 2 or packed in matcher.outputs:
-        return f"%{packed.name} has other uses"
+        cuts = matcher.uses[packed][:2]
+        others = [n.op for n in matcher.uses[packed] if n not in cuts]
+        return f"%{packed.name} is also " + (f"read by {' and '.join(others)}" if others else "returned")
     return None

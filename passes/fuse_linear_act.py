@@ -35,7 +35,7 @@ def fuse_linear_act(graph: Graph, report: PassReport) -> Graph:
         if linear is None or linear.op != "linear":
             return None
         if not matcher.used_once(h):
-            report.miss(node, f"%{h.name} has other uses")
+            report.miss(node, matcher.who_else(h, node))
             return None
         if "out_dtype" in linear.attrs:
             report.miss(node, f"the linear's result is converted to {linear.attrs['out_dtype']}")

@@ -50,7 +50,7 @@ def fuse_linear_add(graph: Graph, report: PassReport) -> Graph:
 
 def _not_fusable(add: Node, linear: Node, h: Value, residual: Value, matcher: Matcher) -> str | None:
     if not matcher.used_once(h):
-        return f"%{h.name} has other uses"
+        return matcher.who_else(h, add)
     if residual.type != h.type or add.output.type != h.type:
         return f"the residual is {residual.type}, the linear's result {h.type}"
     if "out_dtype" in linear.attrs:

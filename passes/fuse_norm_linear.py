@@ -28,7 +28,7 @@ def fuse_norm_linear(graph: Graph, report: PassReport) -> Graph:
     matcher, uses = Matcher(graph), graph.uses()
     linear_of: dict[Node, Node] = {}  # the norm -> its linear
     for node in graph.nodes:
-        if node.op != "add_rms_norm":
+        if node.op not in ("add_rms_norm", "add_layer_norm"):
             continue
         users = uses.get(node.outputs[0], [])
         linear = users[0] if users else None
@@ -61,11 +61,13 @@ def fuse_norm_linear(graph: Graph, report: PassReport) -> Graph:
 
 def _not_fusable(norm: Node, linear: Node, matcher: Matcher) -> str | None:
     normed = norm.outputs[0]
+    if norm.op != "add_rms_norm":
+        return f"linears' kernels norm rows by their mean square; {norm.op} takes off the mean as well"
     if not matcher.used_once(normed):
-        return f"%{normed.name} has other uses"
+        return matcher.who_else(normed, linear)
     made = matcher.producers.get(norm.operand(0))
     if made is not None and made.op == "gather_rows":
-        return "its rows are gathered, which a norm of its own does by their index"
+        return "only sampled rows are normed: a norm of its own reads them by their index, a linear's kernel cannot"
     weights = [norm.input(2), linear.input(1), linear.input(2)]
     if weights[0] is None:
         return "the norm has no weight"

@@ -63,7 +63,7 @@ def _refusal(route: Node, linear: Node | None, norm: Node | None, matcher: Match
     if linear is None or linear.op != "linear" or "out_dtype" in linear.attrs:
         return f"the logits come from {linear.op if linear else 'an input'}, not from a linear that keeps its dtype"
     if not matcher.used_once(linear.output):
-        return f"%{linear.output.name} has other uses"
+        return matcher.who_else(linear.output, route)
     if norm is None or norm.op != "add_rms_norm" or norm.outputs[0] is not linear.operand(0):
         return f"the linear takes {norm.op if norm else 'an input'}, not the norm of a sum"
     if any(v in matcher.producers for v in linear.inputs[1:]):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from compilerllm.ir.builder import Rewriter
 from compilerllm.ir.graph import Attr, Graph, Node, Value
 from compilerllm.ir.pattern import Matcher
-from compilerllm.passes.opinfo import axis_of, same_graph
+from compilerllm.passes.opinfo import NORMS, axis_of, same_graph
 from compilerllm.passes.report import PassReport
 
 BY = "fuse_qkv"
@@ -112,18 +112,28 @@ def _parts(write: Node, graph: Graph, matcher: Matcher) -> tuple[_Part, _Part, _
 def _part(value: Value, name: str, matcher: Matcher) -> _Part | str:
     """Walk from what attention takes back to the packed rows."""
     nodes: dict[str, Node] = {}
+    taker = next((n for n in matcher.uses[value]), None)
     for op in ("rope", "rms_norm", "reshape", "slice"):
         node = matcher.producers.get(value)
         if node is None or node.op != op:
             if op in ("rope", "rms_norm"):
                 continue
-            what = node.op if node is not None else "an input"
-            return f"{name} comes from {what} where {op} is needed"
+            return f"{name} comes from {_made_by(node)} where {_NEEDED[op]} is needed"
         if not matcher.used_once(value):
-            return f"{name}: %{value.name} has other uses"
+            return f"{name}: {matcher.who_else(value, taker)}"
         nodes[op] = node
-        value = node.operands[0]
+        taker, value = node, node.operands[0]
     return _Part(nodes["slice"], nodes["reshape"], nodes.get("rms_norm"), nodes.get("rope"))
+
+
+_NEEDED = {"reshape": "a reshape to heads", "slice": "a slice of packed q, k and v"}
+
+
+def _made_by(node: Node | None) -> str:
+    """What a value comes from, for a reason; a norm with the rows that it norms, which tells one head from all of them."""
+    if node is None:
+        return "an input"
+    return f"{node.op} over rows of {node.operands[0].shape[-1]} columns" if node.op in NORMS else node.op
 
 
 def _unlike(q: _Part, k: _Part, v: _Part, matcher: Matcher) -> str | None:

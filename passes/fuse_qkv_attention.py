@@ -61,7 +61,7 @@ def _refusal(
     if attention is None or attention.op != "paged_attention" or attention.input(0) is not write.output:
         return f"its q goes to {attention.op if attention else 'no node'}, not to attention"
     if not matcher.used_once(write.output):
-        return f"%{write.output.name} has other uses"
+        return matcher.who_else(write.output, attention)
     state = write.operand(0)
     if attention.operand(1) is not state:
         return f"attention reads another state, %{attention.operand(1).name}"

@@ -113,7 +113,10 @@ def _refusal(
     if after is None:
         values = node.outputs[0]
         if values in graph.outputs or len(uses[values]) != 1:
-            return f"%{values.name} is returned, or has {len(uses[values])} uses"
+            readers = " and ".join(n.op for n in uses[values]) or "nobody"
+            return f"%{values.name} is read by {readers}" + (
+                ", and returned" if values in graph.outputs else ""
+            )
         return f"{uses[values][0].op} takes more than %{values.name}"
     return None
 

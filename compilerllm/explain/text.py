@@ -292,8 +292,9 @@ def _miss_lines(report: Report, width: int) -> str:
         return "Nothing nearly fused: every pattern that began to match matched."
     lines = ["What did not fuse, and why:"]
     for (name, _, path), misses in groups.items():
-        first, times = misses[0], f"{len(set(misses))}x " if len(set(misses)) > 1 else ""
-        lines.append(_cut(f"  {name}: {times}{path or f'@{first.function}'}", width))
+        first, count = misses[0], len(set(misses))
+        times, where = (f"{count}x ", path) if count > 1 else ("", first.path)
+        lines.append(_cut(f"  {name}: {times}{where or f'@{first.function}'}", width))
         lines += _wrapped(f"at {first.node}", width, "    ")
         lines += _wrapped(first.reason, width, "      ")
     return "\n".join(lines)
