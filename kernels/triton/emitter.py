@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import sympy
 
@@ -42,34 +42,6 @@ from compilerllm.kernels.tuning import problem_key
 SCRATCH_ALIGNMENT = 256
 
 
-class Chooser(Protocol):
-    """Picks one of several candidates for a problem: by measurement, by tuning data, or the first."""
-
-    def choose(
-        self, family: str, problem: Mapping[str, int | str], candidates: Sequence[dict[str, Any]]
-    ) -> dict[str, Any]: ...
-
-
-@runtime_checkable
-class OpenChooser(Chooser, Protocol):
-    """A chooser that may leave a choice to the machine that serves."""
-
-    def offer(
-        self, family: str, problem: Mapping[str, int | str], candidates: Sequence[dict[str, Any]]
-    ) -> Sequence[dict[str, Any]]:
-        """What to ship in place of what ``choose`` gives, its favourite first: one where a figure decides."""
-        ...
-
-
-class FirstCandidate:
-    """Takes what the family's cost model puts first."""
-
-    def choose(
-        self, family: str, problem: Mapping[str, int | str], candidates: Sequence[dict[str, Any]]
-    ) -> dict[str, Any]:
-        return candidates[0]
-
-
 class BucketEmitter:
     """Emits the flat main graph for one bucket; op emitters call its methods."""
 
@@ -98,7 +70,9 @@ class BucketEmitter:
         self._params = {p.value for p in self.graph.params}
         self._node = 0
         self._scratch = 0
-        self._copies: set[int] = set()  # the present node's calls that copy an operand
+        self._copies: list[
+            tuple[Value, Ref, range]
+        ] = []  # of operands, by the present node: where it was, the calls
         self._asked: list[Choice] = []  # choices of the present node
         self._forced: dict[str, Any] | None = None
         self._last_use = self._lives()
@@ -178,7 +152,7 @@ class BucketEmitter:
             return ref
         copy, before = self._copied(value), len(self.out.calls)
         _copy_strided(self, ref, copy)
-        self._copies.update(range(before, len(self.out.calls)))
+        self._copies.append((value, ref, range(before, len(self.out.calls))))
         return copy
 
     def _copied(self, value: Value) -> Ref:
@@ -395,44 +369,56 @@ class BucketEmitter:
     def _emit(self, run: "Emitter", node: Node) -> None:
         """The node's launches. Where its one choice is open, those of every candidate, into the same places.
 
-        A node that makes several choices takes the default of each: combinations would multiply.
+        A node that makes several choices takes the default of each: combinations would multiply. A candidate that wants
+        an operand copied first, which the default does not, is left out: the copy would be later nodes' operand too.
         """
-        self._asked, self._copies = [], set()
-        start, scratch = len(self.out.calls), self._scratch
+        self._asked, self._copies = [], []
+        begins, scratch = [len(self.out.calls)], self._scratch
         run(self, node)
         if len(self._asked) != 1 or len(self._asked[0].configs) == 1:
             return
-        choice = self._asked[0]
-        if choice not in self.out.choices:
-            self.out.choices.append(choice)
-        place, most = self.out.choices.index(choice), self._scratch
-        begins = [start]  # of each candidate's calls
-        for config in choice.configs[1:]:
-            begins.append(len(self.out.calls))
+        (asked,) = self._asked
+        most, copies, kept = self._scratch, len(self._copies), [asked.configs[0]]
+        for config in asked.configs[1:]:
+            begin = len(self.out.calls)
             self._scratch, self._forced = scratch, config
             run(self, node)
             most = max(most, self._scratch)
+            if len(self._copies) > copies:
+                self._undo(begin, copies)
+            else:
+                begins.append(begin)
+                kept.append(config)
         self._scratch, self._forced = most, None
-        self._sort_candidates(node, place, [*begins, len(self.out.calls)])
+        if len(kept) > 1:
+            self._tag(node, replace(asked, configs=tuple(kept)), [*begins, len(self.out.calls)])
 
-    def _sort_candidates(self, node: Node, choice: int, begins: Sequence[int]) -> None:
-        """Tag each candidate's calls. Copies of operands come before them all: they are everybody's, later nodes' too.
+    def _undo(self, begin: int, copies: int) -> None:
+        """Forget calls from ``begin`` on, and what they copied. Scratch memory stays: it is others' too."""
+        del self.out.calls[begin:]
+        for value, ref, _ in reversed(self._copies[copies:]):
+            copy = self._refs[value].base
+            del self.out.memory[copy], self._bases[copy]
+            self._refs[value] = ref
+        del self._copies[copies:]
+
+    def _tag(self, node: Node, choice: Choice, begins: Sequence[int]) -> None:
+        """Say whose each call is. Copies of operands come before them all, and are everybody's.
 
         The node's cost stands where any candidate's first launch is.
         """
-        calls, cost = self.out.calls, node_cost(node, self._bounds)
-        ordered = [replace(calls[i], cost=NO_COST) for i in sorted(self._copies)]
-        if ordered:
-            ordered[0] = replace(ordered[0], cost=cost)
+        if choice not in self.out.choices:
+            self.out.choices.append(choice)
+        index, cost = self.out.choices.index(choice), node_cost(node, self._bounds)
+        calls, copied = self.out.calls, [i for *_, places in self._copies for i in places]
+        ordered = [replace(calls[i], cost=NO_COST) for i in copied]
         for candidate, (begin, end) in enumerate(pairwise(begins)):
-            own = [
-                replace(calls[i], pick=(choice, candidate), cost=NO_COST)
-                for i in range(begin, end)
-                if i not in self._copies
-            ]
-            if not self._copies:
-                own[0] = replace(own[0], cost=cost)
-            ordered += own
+            own = [i for i in range(begin, end) if i not in copied]
+            ordered += [replace(calls[i], pick=(index, candidate), cost=NO_COST) for i in own]
+            if not copied:
+                ordered[-len(own)] = replace(ordered[-len(own)], cost=cost)
+        if copied:
+            ordered[0] = replace(ordered[0], cost=cost)
         calls[begins[0] :] = ordered
 
 

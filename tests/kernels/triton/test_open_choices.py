@@ -89,13 +89,23 @@ COPIED = """func @main(%q: bf16[T, 96]) {
 }"""
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_copy_that_one_candidate_wants_is_made_whatever_is_picked(first: int) -> None:
+def test_a_copy_that_the_default_wants_is_made_whatever_is_picked() -> None:
     """A library reads dense rows: its operand is copied once, and the next node reads the copy too."""
-    several = [PATHS["matmul"], CUBLAS]
-    whole = run_every_pick(COPIED, Offer(several[first], several[1 - first]), 3)
+    whole = run_every_pick(COPIED, Offer(CUBLAS, PATHS["matmul"]), 3)
+    assert len(whole.choices) == 2
     templates = [whole.kernels[x.kernel].template for x in whole.plans[0].launches if x.pick is None]
     assert len(templates) == 1 and not templates[0].startswith(("matmul", "library")), templates
+
+
+def test_a_candidate_that_alone_wants_a_copy_is_left_out() -> None:
+    """As if it had never been offered; the others stay."""
+    several = [PATHS["matmul"], CUBLAS, PATHS["split"]]
+    whole = run_every_pick(COPIED, Offer(*several), 3)
+    assert [c.configs for c in whole.choices] == [(PATHS["matmul"], PATHS["split"])] * len(whole.choices)
+    alone = draft_program(parse_module(COPIED), [Bucket(3, 1, 1, 3)], TARGET, 2, Offer(*several[::2]))
+    assert finish_program(alone) == whole
+    single = draft_program(parse_module(COPIED), [Bucket(3, 1, 1, 3)], TARGET, 2, Offer(*several[:2]))
+    assert not finish_program(single).choices
 
 
 def test_costs_are_counted_once_and_picks_are_forgotten() -> None:
@@ -155,6 +165,7 @@ def test_kernels_before_their_wait_read_parameters_whatever_is_picked(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
 def test_every_familys_candidates_give_the_reference_logits(name: str) -> None:
     """Whole tiny models with nothing timed: the first, second and third candidate of every choice."""
