@@ -84,7 +84,7 @@ class CompileRequest:
             config.model.model, config.model.dtype, config.model.weights, config.model.optimization_level,
             target or target_name(config.model.device),
             config.model.max_model_len, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens,
-            config.model.load_format,
+            config.model.load_format, config.model.skipped,
         )  # fmt: skip
 
 

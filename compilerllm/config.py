@@ -104,6 +104,10 @@ class ModelConfig:
         "auto",
         "auto reads the checkpoint; dummy makes weights up (for benchmarks: only the configuration is read).",
     )
+    skip_passes: str = _option(
+        "",
+        "Passes of the compiler to leave out, separated by commas: what compilerllm bisect found at fault.",
+    )
 
     def __post_init__(self) -> None:
         _require(self.device in DEVICES, "device", self.device, "one of " + ", ".join(DEVICES))
@@ -128,6 +132,14 @@ class ModelConfig:
                 self.served_model_name != "", "served_model_name", self.served_model_name, "a non-empty name"
             )
         _whole("optimization_level", self.optimization_level, 0, 3)
+        _require(
+            isinstance(self.skip_passes, str), "skip_passes", self.skip_passes, "names separated by commas"
+        )
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """``skip_passes`` as names, sorted, each once."""
+        return tuple(sorted({name.strip() for name in self.skip_passes.split(",")} - {""}))
 
     @property
     def display_name(self) -> str:

@@ -81,6 +81,7 @@ def check_named(path: Path, manifest: Mapping[str, Any], config: EngineConfig) -
         ("optimization_level", model.optimization_level, manifest["level"]),
         ("dtype", model.dtype, fields["dtype"]),
         ("weights", model.weights, fields["weights"]),
+        ("skip_passes", ",".join(model.skipped), ",".join(fields.get("passes.skip") or ())),
     ):
         if name in given and asked not in ("auto", built):
             differ.append(f"{flag_of(name)} is {asked}, and it was built with {built}")

@@ -32,7 +32,7 @@ def open_subject(request: CompileRequest, place: Path, artifact: Path | None) ->
     if manifest is not None:
         fields = manifest["key"]["fields"]
         dense = fields["weights"] == "dense"
-        skip = frozenset(_listed(fields, "passes.skip"))
+        skip = frozenset(fields.get("passes.skip") or ())
     checkpoint = resolve(str(place), dtype=dtype, load_format=request.load_format)
     captured = capture_checkpoint(checkpoint, keep_packed=not dense)
     options = Options(level=level, target=target.name if manifest is None else manifest["target"], skip=skip)
@@ -51,16 +51,6 @@ def open_subject(request: CompileRequest, place: Path, artifact: Path | None) ->
 
 def _read(path: Path) -> Any:
     return parse_module(path.read_text(), str(path))
-
-
-def _listed(fields: Any, name: str) -> Sequence[str]:
-    """A key's field that is a list, nested or by its dotted name."""
-    found = fields.get(name)
-    if found is None:
-        found = fields
-        for part in name.split("."):
-            found = found.get(part, {}) if isinstance(found, dict) else {}
-    return list(found) if isinstance(found, list | tuple) else []
 
 
 def open_program(subject: Subject, scratch: Path) -> Program:

@@ -105,7 +105,15 @@ def _requests(args: argparse.Namespace) -> "list[CompileRequest]":
         raise UsageError("--target names no target; give sm_90 and its like, separated by commas")
     options = {
         name: getattr(args, name)
-        for name in ("model", "dtype", "max_model_len", "optimization_level", "weights", *_COMPILED)
+        for name in (
+            "model",
+            "dtype",
+            "max_model_len",
+            "optimization_level",
+            "weights",
+            "skip_passes",
+            *_COMPILED,
+        )
     }
     config = EngineConfig.create(**options)
     requests = [CompileRequest.of(config, target) for target in targets]
