@@ -9,6 +9,7 @@ the manifest with every file's hash in it, is its content address. How long a bu
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -199,9 +200,8 @@ def placing(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target.parent)
         scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name[:12]}-"))
-        scratch.chmod(
-            target.parent.stat().st_mode & 0o777
-        )  # whoever may read the cache may read what is in it
+        # Whoever may read the cache may read what is in it.
+        scratch.chmod(target.parent.stat().st_mode & 0o777)
     except OSError as error:
         raise CacheUnusable(
             f"cannot write the artifact cache {target.parent}: {error.strerror or error}. "
@@ -209,18 +209,29 @@ def placing(target: Path) -> Iterator[Path]:
         ) from error
     try:
         yield scratch
-        if not target.exists():
-            with contextlib.suppress(OSError):  # another builder may have been first: its artifact is as good
-                scratch.rename(target)
-        if not (target / MANIFEST).exists():
+        if (
+            not _put(scratch, target) and not (target / MANIFEST).exists()
+        ):  # what is in the way is no artifact
             shutil.rmtree(target, ignore_errors=True)
-            scratch.rename(target)
+            if not _put(scratch, target) and not (target / MANIFEST).exists():
+                raise OSError(f"{target} is in the way")
     except OSError as error:
         raise CacheUnusable(
             f"cannot write the artifact in {target.parent}: {error.strerror or error}. Free space, or set COMPILERLLM_CACHE_DIR."
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _put(scratch: Path, target: Path) -> bool:
+    """Rename into place; False where another builder was first, whose artifact is as good."""
+    try:
+        scratch.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            return False
+        raise
+    return True
 
 
 def _sweep(folder: Path) -> None:

@@ -320,7 +320,14 @@ def _orphans(kept: list[Entry], now: float, everything: bool) -> list[Path]:
             found += [path] if unused else []
     for folder in (root / "libraries", root / "kernels" / "cutlass"):
         found += _unused_libraries(folder, names, contents)
-    return sorted(p for p in dict.fromkeys(found) if now - p.stat().st_mtime > _RESTING)
+    return sorted(p for p in dict.fromkeys(found) if _is_older(p, now - _RESTING))
+
+
+def _is_older(path: Path, than: float) -> bool:
+    try:
+        return path.stat().st_mtime < than
+    except FileNotFoundError:  # written and moved into place meanwhile
+        return False
 
 
 def _unused_libraries(folder: Path, names: set[str], contents: set[str]) -> list[Path]:
