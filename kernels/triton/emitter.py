@@ -35,6 +35,7 @@ from compilerllm.kernels.triton.calls import (
     Rows,
     Typed,
 )
+from compilerllm.kernels.triton.chooser import Chooser, FirstCandidate, OpenChooser
 from compilerllm.kernels.triton.source import ConstValue, KernelSource, argument_names
 from compilerllm.kernels.triton.target import CudaTarget
 from compilerllm.kernels.tuning import problem_key
