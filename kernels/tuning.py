@@ -17,6 +17,8 @@ from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.triton.target import CudaTarget
 
 FOLDER = Path(__file__).parent / "tuning_data"
+CONTEXT = 256  # tokens of context of each sequence, in attention's problems with one query each
+CHOICE_LEVEL = 2  # from here on what no figure decides is left to the machine that serves
 SIZE_FIELD = "M"  # the field of a problem that buckets vary
 Problem = Mapping[str, int | str]
 

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from compilerllm.kernels.triton.target import TARGETS, CudaTarget
-from compilerllm.kernels.triton.tune import CONTEXT
-from compilerllm.kernels.tuning import TunedChooser, TuningData, tuning_files
+from compilerllm.kernels.tuning import CONTEXT, TunedChooser, TuningData, tuning_files
 
-FEWEST = 3  # problems that a family must have for numbers of its own
+FEWEST = 2  # problems that a family must have for numbers of its own
 SHARP = 3.0  # how sharply the slowest of memory, matrix units and K decides: 1 adds them, infinity takes the largest
+# What few problems of one size alone would say of floor and memory is not to be believed beyond these.
+FLOORS_US, LEAST_MEMORY = (0.8, 6.0), 0.25
 VECTOR_ROWS = 4  # up to so many rows a linear is a product with vectors
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -137,7 +138,7 @@ def fit(found: Sequence[Sample], bandwidth: float, tflops: float) -> Speed:
     def error(numbers: Sequence[float]) -> float:
         return float(np.abs(np.log(Speed(*numbers).time(work, bandwidth, tflops)) - times).mean())
 
-    best = [min(2.0, 0.7 * min(s.us for s in found)), 0.8, 0.8, 1.0]
+    best = [max(FLOORS_US[0], min(2.0, 0.7 * min(s.us for s in found))), 0.8, 0.8, 1.0]
     least = error(best)
     for factor in (2.0, 1.4, 1.2, 1.1, 1.04, 1.01):
         improved = True
@@ -147,7 +148,12 @@ def fit(found: Sequence[Sample], bandwidth: float, tflops: float) -> Speed:
                 for step in (factor, 1 / factor):
                     tried = [*best]
                     tried[index] *= step
-                    if (found_error := error(tried)) < least - 1e-9 and max(tried[1:3]) <= 1.5:
+                    allowed = (
+                        FLOORS_US[0] <= tried[0] <= FLOORS_US[1]
+                        and tried[1] >= LEAST_MEMORY
+                        and max(tried[1:3]) <= 1.5
+                    )
+                    if allowed and (found_error := error(tried)) < least - 1e-9:
                         best, least, improved = tried, found_error, True
     return Speed(*best)
 

@@ -29,10 +29,9 @@ from compilerllm.kernels.triton.emit import ProgramDraft, cutlass_cache, finish_
 from compilerllm.kernels.triton.source import KernelSource
 from compilerllm.kernels.triton.target import CudaTarget
 from compilerllm.kernels.triton.tasks import Task
-from compilerllm.kernels.tuning import TuningData
+from compilerllm.kernels.tuning import CONTEXT, TuningData
 
 BLOCK = 32  # tokens
-CONTEXT = 256  # tokens of context of each sequence in attention's problems with one query each
 ROTATE_BYTES = 192 << 20  # well past any L2
 MOST_REPLICAS = 24
 Progress = Callable[[int, int, str], None]
