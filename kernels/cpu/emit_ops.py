@@ -44,10 +44,8 @@ def linear(e: FunctionEmitter, node: Node) -> None:
     width = c_dim(out.shape[-1])
     bias = optional(e, node, 2)
     if out.dtype == "f32" and x.dtype == "bf16":
-        rounding = (
-            "float" if node.input(2) is None else "bf16"
-        )  # the template takes the bias in its rounding type
-        _linear(e, node, f"StoreF32<{rounding}>{{{e.ref(out).pointer}, {width}, {bias}}}")
+        epilogue = f"StoreF32<float, bf16>{{{e.ref(out).pointer}, {width}, {bias}}}"
+        _linear(e, node, epilogue)
     else:
         _linear(e, node, f"Store<{float_type(e, out)}>{{{e.ref(out).pointer}, {width}, {bias}}}")
 

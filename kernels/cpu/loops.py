@@ -29,7 +29,7 @@ _UNARY_LANES = {
 }  # fmt: skip
 _BINARY_LANES = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "pow": "vpow({0}, {1})",
-    "maximum": "vmax({0}, {1})", "minimum": "vmin({0}, {1})", "floor_div": "vfloor({0} / {1})",
+    "maximum": "larger({0}, {1})", "minimum": "smaller({0}, {1})", "floor_div": "vfloor({0} / {1})",
     "remainder": "{0} - vfloor({0} / {1}) * {1}", "logical_and": "flag(holds({0}) & holds({1}))",
     "logical_or": "flag(holds({0}) | holds({1}))", "eq": "flag(eq({0}, {1}))", "ne": "flag(ne({0}, {1}))",
     "lt": "flag(lt({0}, {1}))", "le": "flag(le({0}, {1}))", "gt": "flag(lt({1}, {0}))", "ge": "flag(le({1}, {0}))",

@@ -35,13 +35,13 @@ struct Store {
   }
 };
 
-// Logits: float output. RT = bf16 rounds as a bf16 model's head would, RT = float keeps every bit.
-template <class RT>
+// Logits: float output. RT = bf16 rounds as a bf16 model's head would, RT = float keeps every bit. The bias is of type BT.
+template <class RT, class BT = RT>
 struct StoreF32 {
   static constexpr bool gated = false;
   float* y;
   int ldy;
-  const RT* bias = nullptr;
+  const BT* bias = nullptr;
   float scale = 1, softcap = 0;
   CLLM_INLINE void operator()(int t, int n, f32x16 v, int lanes) const {
     using R = Round<RT>;

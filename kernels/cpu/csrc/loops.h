@@ -22,6 +22,9 @@ CLLM_INLINE void store_bool(uint8_t* p, f32x16 v, int lanes) {
 }
 CLLM_INLINE f32x16 flag(mask16 m) { return select(m, set1(1.0f), zero16()); }
 CLLM_INLINE mask16 holds(f32x16 v) { return ne(v, zero16()); }
+// NaN where either is NaN, which vmax and vmin are only for the second.
+CLLM_INLINE f32x16 larger(f32x16 a, f32x16 b) { return select(ne(a, a), a, vmax(a, b)); }
+CLLM_INLINE f32x16 smaller(f32x16 a, f32x16 b) { return select(ne(a, a), a, vmin(a, b)); }
 // Lanes past the end of a row take the reduction's neutral value.
 CLLM_INLINE f32x16 keep(f32x16 v, int lanes, float neutral) {
   return lanes == 16 ? v : select(first_lanes(lanes), v, set1(neutral));

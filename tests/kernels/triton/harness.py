@@ -6,31 +6,26 @@
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from compilerllm.ir.graph import Module
 from compilerllm.ir.step import Bucket, StepInputs
 from compilerllm.ir.text import parse_module
-from compilerllm.ir.types import StateType
-from compilerllm.kernels.cutlass.supply import NONE, Supply
 from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
-from compilerllm.kernels.launch.gpu.program import META, Addresses, Plan, StepLayout, arguments
+from compilerllm.kernels.launch.gpu.program import Addresses, Plan, Program
 from compilerllm.kernels.triton.build import compile_source
-from compilerllm.kernels.triton.emit import ProgramDraft, build_program, draft_program, finish_program
-from compilerllm.kernels.triton.emitter import TRITON_TYPES, Chooser
-from compilerllm.kernels.triton.interpret import run_kernel
+from compilerllm.kernels.triton.emit import ProgramDraft, build_program
+from compilerllm.kernels.triton.emitter import TRITON_TYPES
 from compilerllm.kernels.triton.source import KernelSource, argument_names, function
 from compilerllm.kernels.triton.target import find_cuda_target
-from compilerllm.passes.inline_calls import inline_calls
+from compilerllm.validation import machine as validation
+from compilerllm.validation.machine import BLOCK, InterpretedMachine
 
 NATIVE = os.environ.get("COMPILERLLM_TEST_DEVICE") == "cuda"
 TARGET = find_cuda_target("sm_90")
-BLOCK = 32
 KERNELS = Path(tempfile.gettempdir()) / "compilerllm-test-kernels"  # where native runs keep what is built
 TORCH = TORCH_DTYPES
 # Largest difference over the largest reference magnitude, by dtype of the result: accumulation is f32 everywhere.
@@ -129,99 +124,51 @@ def assert_same(out: torch.Tensor, reference: torch.Tensor) -> None:
         assert torch.equal(out.cpu(), reference.cpu())
 
 
-class Guarded:
+class Guarded(validation.Guarded):
     """A result buffer, poisoned, with guard bytes before and behind it that ``check`` finds unchanged."""
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.count = int(np.prod(shape))
-        pad = 64
-        self._all = torch.full((self.count + 2 * pad,), 77, dtype=dtype, device=device())
-        self.tensor = self._all[pad : pad + self.count].view(*shape)
-        self.tensor.fill_(float("nan") if dtype.is_floating_point else -77)
-        self._pad = pad
 
     def check(self) -> torch.Tensor:
         """The tensor; asserts that nothing around it was written."""
-        assert bool((self._all[: self._pad] == 77).all()), "bytes before the result were written"
-        assert bool((self._all[self._pad + self.count :] == 77).all()), "bytes behind the result were written"
+        assert not (where := self.broken()), f"bytes {where} the result were written"
         return self.tensor
 
 
-class Machine:
-    """CPU memory for one program: parameters, states, tables, step, arena; runs plans in the interpreter.
+class Machine(InterpretedMachine):
+    """CPU memory for one program; runs plans in the interpreter, or on the GPU of native runs.
 
     ``params`` by global name; states are made with ``num_blocks`` blocks, poisoned.
     """
 
-    def __init__(
-        self, module: Module, params: Mapping[str, torch.Tensor], buckets: Sequence[Bucket], *, num_blocks: int = 16,
-        table_columns: int = 8, level: int = 2, chooser: Chooser | None = None, prepare: Any = None, slots: int = 8,
-        poison: float = float("nan"), cutlass: Supply = NONE,
-    ) -> None:  # fmt: skip
-        self.module = inline_calls(module)
-        extra = {} if prepare is None else {"prepare": prepare}
-        draft = draft_program(self.module, buckets, TARGET, level, chooser, cutlass=cutlass, **extra)
-        self._native = _Native(draft) if NATIVE else None
-        self.program = self._native.program if self._native else finish_program(draft)
-        self.params = {n: p.contiguous() for n, p in params.items()}
-        self.states = {
-            v.name: _make_state(v.state, num_blocks, poison) for v in self.module.main.states
-        }  # fmt: skip
-        self.groups = max(1, len({v.state.get("window") for v in self.module.main.states}))
-        self.table_columns = table_columns
-        self.arena = torch.full(
-            (max([p.arena_bytes for p in self.program.plans] + [256]),), 0xFF, dtype=torch.uint8
-        )
-        self.counters = torch.zeros(max(1, self.program.counters), dtype=torch.int32)
-        self.last_token = torch.zeros(slots, dtype=torch.int32)
+    _native: "_Native | None" = None
 
-    def run(
-        self, plan: int, step: StepInputs | None, inputs: Sequence[torch.Tensor] = ()
-    ) -> list[torch.Tensor]:
-        """Main's results (cut to the step's rows for a language model)."""
-        entry = self.program.plans[plan]
-        bucket = entry.bucket
-        layout = StepLayout.of(bucket, self.groups, self.table_columns)
-        packed = np.zeros(layout.bytes // 4, np.int32)
-        if step is not None:
-            _fill(packed, layout, bucket, step)
-        block = torch.from_numpy(packed)
-        inputs = [t.contiguous() for t in inputs]
-        dims = {"T": bucket.tokens, "S": bucket.sequences, "R": bucket.rows}
-        outs = [
-            torch.full([_value(d, dims) for d in v.shape], float("nan") if v.dtype.startswith(("f", "b")) and v.dtype != "bool" else 0,
-                       dtype=TORCH[v.dtype], device=device())
-            for v in self.module.main.outputs
-        ]  # fmt: skip
-        there = _There()
+    def finish(self, draft: ProgramDraft) -> Program:
+        if not NATIVE:
+            return super().finish(draft)
+        self._native = _Native(draft)
+        return self._native.program
+
+    def launch(self, plan: Plan, addresses_of: Callable[[Callable[[torch.Tensor], int]], Addresses]) -> None:
+        if self._native is None:
+            super().launch(plan, addresses_of)
+            return
+        there, known = _There(), list[torch.Tensor]()
 
         def place(tensor: torch.Tensor) -> int:
-            if self._native is None:
-                return tensor.data_ptr()
             moved = there.of(tensor)
             known.append(moved)
             return moved.data_ptr()
 
-        known: list[torch.Tensor] = []
-        addresses = _Logits(
-            Addresses(
-                params={n: place(p) for n, p in self.params.items()},
-                states={n: place(s) for n, s in self.states.items()},
-                tables={"last_token": place(self.last_token)} | {f"input_{i}": place(t) for i, t in enumerate(inputs)},
-                arena=place(self.arena), counters=place(self.counters), step_base=place(block), step=layout.offsets,
-            ),
-            [place(o) for o in outs],
-        )  # fmt: skip
-        if self._native is not None:
-            self._native.run(entry, addresses, known)
-            there.back()
-        else:
-            for item in entry.launches:
-                values, grid = arguments(item, addresses, dims)
-                run_kernel(self.program.kernels[item.kernel], grid, values)
+        self._native.run(plan, addresses_of(place), known)
+        there.back()
+
+    def run(
+        self, plan: int, step: StepInputs | None, inputs: Sequence[torch.Tensor] = (), surround: bool = True
+    ) -> list[torch.Tensor]:
+        found = super().run(plan, step, inputs, surround)
         assert not self.counters.any(), "a kernel left a counter behind"
-        rows = len(step.sample_rows) if step is not None else None
-        return [o[:rows] if rows is not None else o for o in outs]
+        for number, out in enumerate(self.outputs):
+            assert not out.broken(), f"bytes around result {number} were written"
+        return found
 
 
 class _Native:
@@ -270,52 +217,6 @@ class _Native:
         packed.run()
 
 
-class _Logits(Addresses):
-    """Addresses whose results differ by index."""
-
-    def __init__(self, base: Addresses, outs: list[int]) -> None:
-        super().__init__(**vars(base))
-        self.outs = outs
-
-    def of(self, pointer: Any) -> int:
-        if pointer.space == "logits":
-            return self.outs[int(pointer.name or 0)] + int(pointer.offset)
-        return super().of(pointer)
-
-
-def _make_state(state: StateType, num_blocks: int, poison: float) -> torch.Tensor:
-    shape = (num_blocks, 2, state["heads"], BLOCK, state["dim"])
-    return torch.full(shape, poison, dtype=TORCH[state.dtype], device=device())
-
-
-def _value(size: Any, dims: Mapping[str, int]) -> int:
-    from compilerllm.ir.dims import substitute
-
-    return int(substitute(size, dict(dims)))
-
-
-def _fill(packed: Any, layout: StepLayout, bucket: Bucket, step: StepInputs) -> None:
-    """The step in the packed layout, padded as the contract says."""
-
-    def put(name: str, array: Any, size: int, pad: int) -> None:
-        at = layout.offsets[name] // 4
-        packed[at : at + size] = pad
-        packed[at : at + len(array)] = array
-
-    t, s, r = bucket.tokens, bucket.sequences, bucket.rows
-    stride = step.block_tables.shape[2] if step.block_tables.ndim == 3 else 0
-    packed[: len(META)] = [len(step.token_ids), len(step.seq_lens), len(step.sample_rows), stride]
-    put("token_ids", step.token_ids, t, 0)
-    put("positions", step.positions, t, 0)
-    put("query_start", step.query_start, s + 1, int(step.query_start[-1]))
-    put("seq_lens", step.seq_lens, s, 0)
-    put("slots", step.slots, s, -1)
-    put("sample_rows", step.sample_rows, r, 0)
-    put("adapter_id", step.adapter_id, t, 0)
-    for g in range(step.block_tables.shape[0]):
-        put(f"table_{g}", step.block_tables[g].reshape(-1), s * stride, -1)
-
-
 def run_module(
     text: str, params: Mapping[str, torch.Tensor] | None = None, inputs: Sequence[torch.Tensor] = (),
     step: StepInputs | None = None, bucket: Bucket | None = None, **options: Any,
@@ -335,6 +236,6 @@ def run_module(
 
 
 __all__ = [
-    "KERNELS", "NATIVE", "TARGET", "TORCH", "TRITON_TYPES", "Guarded", "Machine", "assert_close", "assert_same", "cross_compile", "device", "launch",
+    "BLOCK", "KERNELS", "NATIVE", "TARGET", "TORCH", "TRITON_TYPES", "Guarded", "Machine", "assert_close", "assert_same", "cross_compile", "device", "launch",
     "run_module",
 ]  # fmt: skip
