@@ -23,29 +23,32 @@ def open_subject(request: CompileRequest, place: Path, artifact: Path | None) ->
 
     Raises what resolving and capturing raise, ``UnknownPass``, and ``ArtifactInvalid``.
     """
-    target = find_build_target(request.target)
     manifest: dict[str, Any] | None = read_manifest(artifact) if artifact is not None else None
+    target = find_build_target(request.target if manifest is None else manifest["target"])
     level = request.level if manifest is None else int(manifest["level"])
-    dtype = request.dtype if manifest is None else str(manifest["facts"]["dtype"])
-    dense = request.weights == "dense" or is_cuda(request.target)
+    dtype = request.dtype
+    dense = request.weights == "dense" or is_cuda(target.name)
     skip = frozenset(request.skip_passes)
+    sizes = request.max_num_seqs, request.max_num_batched_tokens
     if manifest is not None:
         fields = manifest["key"]["fields"]
-        dense = fields["weights"] == "dense"
+        dtype, dense = str(fields["dtype"]), fields["weights"] == "dense"
         skip = frozenset(fields.get("passes.skip") or ())
+        sizes = int(fields["max_num_seqs"]), int(fields["max_num_batched_tokens"])
     checkpoint = resolve(str(place), dtype=dtype, load_format=request.load_format)
     captured = capture_checkpoint(checkpoint, keep_packed=not dense)
-    options = Options(level=level, target=target.name if manifest is None else manifest["target"], skip=skip)
+    options = Options(level=level, target=target.name, skip=skip)
     if artifact is not None:
         module, final = (_read(artifact / name) for name in ("captured.ir", "module.ir"))
     else:
         module = captured.module
         final, _ = run_pipeline(module, options)
+    facts = captured.facts
+    longest = int(manifest["max_model_len"]) if manifest else request.max_model_len or facts.max_positions
     return Subject(
-        captured.facts.name or place.name, module, final,
-        Parameters(captured.names.bind, captured.weights.open(), available_memory() // 3), options, captured.facts.dtype,
-        captured.facts.vocab_size, min(request.max_model_len or captured.facts.max_positions, captured.facts.max_positions),
-        request.max_num_seqs, request.max_num_batched_tokens, manifest, artifact, place,
+        facts.name or place.name, module, final,
+        Parameters(captured.names.bind, captured.weights.open(), available_memory() // 3), options, facts.dtype,
+        facts.vocab_size, min(longest, facts.max_positions), *sizes, manifest, artifact, place,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ more than the unoptimized one by its own rounding, passes are left out and kerne
 compilerllm bisect model.gguf
 compilerllm bisect Qwen/Qwen3-0.6B --prompt "The text that gave wrong tokens, with what followed it"
 compilerllm bisect model/ --target sm_90 --json report.json      without a GPU its kernels are interpreted, which is slow
+compilerllm bisect bundle/ --checkpoint model/                   an artifact, bundle or packed file, as it was built
 compilerllm bisect model/ --every-node                           look at each kernel, even where the logits are right
 
 Exit status: 0 the model is right, 3 something is wrong, 1 it could not be compared.
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compilerllm.cli.flags import UsageError
 from compilerllm.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -32,12 +34,16 @@ WRONG = 3  # exit status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="A folder, a hub id or a .gguf file.")
+    parser.add_argument(
+        "model",
+        metavar="MODEL|ARTIFACT",
+        help="A folder, a hub id, a .gguf file, or an artifact, bundle or packed file.",
+    )
+    parser.add_argument("--checkpoint", metavar="MODEL", help="Where an ARTIFACT's weights are.")
     parser.add_argument(
         "--target",
-        default="cpu",
         metavar="NAME",
-        help="The machine it is compiled for: cpu, sm_90 and the like.",
+        help="Such as sm_90 or cpu; by default this machine's GPU, or else its CPU.",
     )
     parser.add_argument(
         "--optimization-level",
@@ -73,10 +79,15 @@ def run(args: argparse.Namespace) -> int:
 
     from compilerllm.bisect.opening import make_workload, open_program, open_subject
     from compilerllm.bisect.search import Search
+    from compilerllm.bundle import is_artifact, open_artifact
     from compilerllm.checkpoint import locate
     from compilerllm.passes.pipeline import Options, passes_for
 
-    place = locate(args.model)
+    found = Path(args.model).expanduser()
+    built = is_artifact(found)
+    if built and args.checkpoint is None:
+        raise UsageError("An artifact has no weights in it: say where they are with --checkpoint MODEL.")
+    place = locate(args.checkpoint if built else args.model)
     skip = tuple(sorted({name for name in args.skip_passes.split(",") if name}))
     passes_for(
         Options(level=args.optimization_level, skip=frozenset(skip))
@@ -84,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.parent.is_dir():
         raise InvalidParameter(f"Cannot write --json {args.json}: {args.json.parent} is no folder.")
     request = _request(args, skip)
-    artifact = _artifact(request, place)
+    artifact = open_artifact(found, args.target) if built else _artifact(request, place)
     with _progress() as tell, tempfile.TemporaryDirectory() as scratch:
         tell("capture")
         subject = open_subject(request, place, artifact)
@@ -102,9 +113,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _request(args: argparse.Namespace, skip: tuple[str, ...]) -> "CompileRequest":
     from compilerllm.compiler import CompileRequest
+    from compilerllm.targets import target_name
 
     return CompileRequest(
-        model=args.model, dtype=args.dtype, weights=args.weights, level=args.optimization_level, target=args.target,
+        model=args.model, dtype=args.dtype, weights=args.weights, level=args.optimization_level, target=args.target or target_name("auto"),
         skip_passes=skip,
     )  # fmt: skip
 
