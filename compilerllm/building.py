@@ -174,7 +174,13 @@ def _write_program(
 
         buckets = cuda_buckets(request.max_num_seqs, request.max_num_batched_tokens)
         vocab = captured.facts.vocab_size
-        return module, buckets, write_cuda(module, target, buckets, request.level, vocab, folder, stage)
+        return (
+            module,
+            buckets,
+            write_cuda(
+                module, target, buckets, request.level, vocab, folder, stage, candidates=request.candidates
+            ),
+        )
     buckets = make_buckets(request.max_num_seqs, request.max_num_batched_tokens)
     if isinstance(target, CudaTarget) or request.level == 0:
         stage("save")

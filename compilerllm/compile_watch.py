@@ -54,7 +54,11 @@ def note(kind: str, what: str) -> None:
     with _lock:
         _counts[kind] += 1
     asked = getattr(_here, "asked_for", "") or "the process"
-    log.warning("Compile event (%s): %s, asked for by %s.", kind, what, asked)
+    # A build of our own is what a first start does; anything else should not be.
+    log.log(
+        logging.INFO if kind == CHILD_BUILD else logging.WARNING,
+        "Compile event (%s): %s, asked for by %s.", kind, what, asked,
+    )  # fmt: skip
 
 
 @contextmanager

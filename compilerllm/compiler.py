@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from compilerllm import compile_watch
 from compilerllm.artifact import ArtifactInvalid, artifact_path
 from compilerllm.cache import discard, explain_miss, is_usable
 from compilerllm.config import EngineConfig
@@ -71,6 +72,9 @@ class CompileRequest:
     max_num_batched_tokens: int = 2048
     load_format: Literal["auto", "dummy", "config"] = "auto"
     skip_passes: tuple[str, ...] = ()
+    candidates: int = (
+        3  # kernels shipped where no tuning data knows a problem, for the machine that serves to choose from
+    )
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "CompileRequest":
@@ -170,6 +174,10 @@ def ensure_artifacts(
         numbers = sorted(reasons)
         wanted = [dataclasses.asdict(requests[n]) for n in numbers]
         order = json.dumps({"requests": wanted, "verify": verify, "jobs": jobs})
+        for number in numbers:
+            compile_watch.note(
+                compile_watch.CHILD_BUILD, f"{requests[number].model} for {requests[number].target}"
+            )
         built = run_child(
             # -P: what lies in the working directory is no module
             [sys.executable, "-P", "-m", "compilerllm.building", order, str(place)],

@@ -111,18 +111,22 @@ def flat_module(module: Module, on_rewrite: "OnRewrite | None" = None) -> Module
 
 def write_cuda(
     module: Module, target: CudaTarget, buckets: tuple[Bucket, ...], level: int, vocab: int, folder: Path,
-    stage: Callable[[str], None], chooser: Any = None,
+    stage: Callable[[str], None], chooser: Any = None, candidates: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """Emit every bucket, compile, save; gives the manifest's part. Raises ``KernelBuildError``, ``UnsupportedByTarget``."""
+    """Emit every bucket, compile, save; gives the manifest's part. Raises ``KernelBuildError``, ``UnsupportedByTarget``.
+
+    candidates: kernels to ship where no figure decides.
+    """
     from compilerllm.kernels.cutlass.build import find_supply
     from compilerllm.kernels.triton.cutlass_calls import LEVEL as CUTLASS_LEVEL
     from compilerllm.kernels.triton.emit import build_program, cutlass_cache, draft_program
     from compilerllm.kernels.triton.emit_sampling import sampling_program
-    from compilerllm.kernels.tuning import TunedChooser
+    from compilerllm.kernels.tuning import CHOICE_LEVEL, TunedChooser
 
     stage("generate")
     flat = flat_module(module)
-    chooser = chooser or TunedChooser.for_target(target, cache_dir() / "tuning")
+    most = candidates if level >= CHOICE_LEVEL else 1
+    chooser = chooser or TunedChooser.for_target(target, cache_dir() / "tuning", most)
     kernels = cache_dir() / "kernels"
     uses_cutlass = level >= CUTLASS_LEVEL and target.name == CUTLASS_TARGET
     supply = find_supply(cutlass_cache(kernels)) if uses_cutlass else NO_CUTLASS

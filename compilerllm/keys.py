@@ -18,7 +18,7 @@ from compilerllm.description import Fields, describe_model, flatten, resolve_dty
 from compilerllm.environment import cache_dir
 from compilerllm.kernels.cpu.target import CpuTarget
 from compilerllm.kernels.triton.target import CudaTarget
-from compilerllm.kernels.tuning import tuning_digest
+from compilerllm.kernels.tuning import CHOICE_LEVEL, tuning_digest
 
 if TYPE_CHECKING:
     from compilerllm.compiler import CompileRequest
@@ -65,6 +65,7 @@ def semantic_key(request: "CompileRequest", target: CpuTarget | CudaTarget, plac
     }
     if isinstance(target, CudaTarget):
         fields["tuning"] = tuning_digest(target, cache_dir() / "tuning")
+        fields["candidates"] = request.candidates if request.level >= CHOICE_LEVEL else 1
     return Key.of(fields)
 
 

@@ -46,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Read config.json (and a tokenizer that lies beside it) only; the weights are found when it is served.",
     )
     group.add_argument(
+        "--candidates",
+        type=int,
+        default=3,
+        metavar="K",
+        help="For a GPU from level 2 on: kernels to ship where no tuning data knows a problem; the first start on the GPU "
+        "picks by measuring.",
+    )
+    group.add_argument(
         "--jobs", type=int, metavar="N", help="Most processor cores to use; by default all there are."
     )
     group.add_argument(
@@ -94,11 +102,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _requests(args: argparse.Namespace) -> "list[CompileRequest]":
+    from dataclasses import replace
+
     from compilerllm.compiler import CompileRequest, find_build_target
     from compilerllm.config import EngineConfig
 
     if args.jobs is not None and args.jobs < 1:
         raise UsageError(f"--jobs must be at least 1, but is {args.jobs}")
+    if args.candidates < 1:
+        raise UsageError(f"--candidates must be at least 1, but is {args.candidates}")
     names = [name.strip() for name in args.target.split(",") if name.strip()]
     targets = list(dict.fromkeys(find_build_target(name).name for name in names))
     if not targets:
@@ -116,9 +128,5 @@ def _requests(args: argparse.Namespace) -> "list[CompileRequest]":
         )
     }
     config = EngineConfig.create(**options)
-    requests = [CompileRequest.of(config, target) for target in targets]
-    if args.from_config:
-        from dataclasses import replace
-
-        requests = [replace(r, load_format="config") for r in requests]
-    return requests
+    requests = [replace(CompileRequest.of(config, target), candidates=args.candidates) for target in targets]
+    return [replace(r, load_format="config") for r in requests] if args.from_config else requests
