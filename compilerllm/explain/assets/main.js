@@ -11,7 +11,8 @@ function drawCard(report) {
     ["version", report.version],
   ];
   const built = Object.entries(report.seconds).filter(([, s]) => s >= 0.05).map(([k, s]) => `${k} ${number(s)} s`).join(", ");
-  byId("model").textContent = byId("model").title = report.model;
+  byId("model").textContent = report.model.replace(/^\/.*\/(?=[^/]+$)/, ""); // of a file's whole path the name
+  byId("model").title = report.model;
   byId("card").append(el("div.panel.card", {},
     definitions(names.filter(([, v]) => v)),
     definitions([["artifact", report.artifact ? el("code.id", { title: report.artifact }, report.artifact) : "not built"], ["built in", built]]),

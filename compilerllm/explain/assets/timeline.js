@@ -1,6 +1,7 @@
 // The step in time: a lane for what was measured, one for what was predicted, one for the time outside of kernels.
 
 const LANE = { left: 0, height: 34, gap: 10, band: 18, axis: 22 };
+const SHORTEST_GAP = 0.01; // microseconds: less is rounding
 
 class Timeline {
   constructor(model, root) {
@@ -37,7 +38,7 @@ class Timeline {
       const blocks = [];
       durations.forEach((us, i) => {
         const start = starts && starts[i] !== null ? starts[i] : now;
-        if (start > now + 1e-9) blocks.push({ start: now, end: start, kind: "idle", name: "idle" });
+        if (start > now + SHORTEST_GAP) blocks.push({ start: now, end: start, kind: "idle", name: "idle" });
         blocks.push({ start, end: start + (us || 0), kind: "kernel", launch: i, bucket });
         now = Math.max(now, start + (us || 0));
       });
@@ -111,7 +112,7 @@ class Timeline {
     const had = this.holder.contains(document.activeElement);
     this.holder.replaceChildren(root);
     if (had) root.focus({ preventScroll: true });
-    const idle = this.basis === "measured" && this.lanes[0].basis === "measured"
+    const idle = this.idle && this.basis === "measured"
       ? `; idle between kernels ${time(this.idle)}, ${percent(this.idle / this.end)}` : "";
     const rest = measured ? `; unattributed ${time(measured.unattributed_us)}, ${percent(measured.unattributed_us / measured.wall_us)}` : "";
     this.note.textContent = `${time(this.view[0])} to ${time(this.view[1])} of ${time(this.end)}${idle}${rest}`;
