@@ -21,15 +21,15 @@ from compilerllm.passes.errors import PassError
 from compilerllm.passes.pipeline import Options, Pass
 from compilerllm.validation.errors import CannotValidate
 from compilerllm.validation.inputs import KINDS, Kind, make_trial
-from compilerllm.validation.relations import REFUSALS
 from compilerllm.validation.rewrites import Finding, validate_application
-from compilerllm.validation.running import Runner, distance, isolate, one_thread
+from compilerllm.validation.running import REFUSALS, Runner, distance, isolate, one_thread
 from compilerllm.validation.variations import variations
 from compilerllm.validation.weights import Weights
 
 QUICK = tuple(k for k in KINDS if k.name in ("random", "decode"))
 # Names that hold sizes, or say what is called: what they may be is settled by the graph around them.
 SIZES = frozenset(("shape", "size", "extent", "heads", "fn", "params", "states", "target", "args", "kwargs"))
+COMMUTATIVE = frozenset(("add", "mul", "maximum", "minimum", "logical_and", "logical_or", "eq", "ne"))
 # What an attribute that is left out may be set to, so that it makes a difference.
 ADDED: dict[str, tuple[Attr, ...]] = {
     "alpha": (2.5,), "dtype": ("f32", "bf16"), "f32": (True,), "half_width": (True,), "interleaved": (True,),
@@ -181,8 +181,11 @@ def alternatives(node: Node, name: str) -> list[Attr]:
     value = node.attrs.get(name)
     if name in SIZES:
         return []
+    if name == "reverse" and node.op in COMMUTATIVE:
+        return []
     if value is None:
-        return list(ADDED.get(name, ()))
+        dtype = node.outputs[0].dtype if node.outputs else ""
+        return [v for v in ADDED.get(name, ()) if name not in ("dtype", "out_dtype") or v != dtype]
     if isinstance(value, bool):
         return [not value]
     if name in NUMBERS:

@@ -18,17 +18,25 @@ from compilerllm.kernels.reference.collective import Collective, ThreadCollectiv
 from compilerllm.kernels.reference.states import BLOCK_SIZE, State, allocate_states
 from compilerllm.passes.page_attention import POSITIONS, TOKEN_IDS
 from compilerllm.passes.shard import Mesh
+from compilerllm.validation.blame import blame
 from compilerllm.validation.errors import CannotValidate
 from compilerllm.validation.inputs import Trial, make_tensor, make_trial, vocabulary
 from compilerllm.validation.relations import (
-    REFUSALS,
     WIDE_BUDGET,
     Application,
     Difference,
-    blame,
     native_budget,
 )
-from compilerllm.validation.running import Runner, can_widen, distance, isolate, magnitude, new_nodes, widen
+from compilerllm.validation.running import (
+    REFUSALS,
+    Runner,
+    can_widen,
+    distance,
+    isolate,
+    magnitude,
+    new_nodes,
+    widen,
+)
 from compilerllm.validation.weights import Weights, random_tensor
 
 
@@ -325,7 +333,12 @@ def add_adapters(app: Application) -> Iterator[Difference]:
     )
     base = two_steps(app.before, app.seed)
     inputs = _step_tensors(app.before, base, app.seed)
-    want, got = (_run_steps(m, weights, base, inputs) for m in (app.before, app.after))
+    want = _run_steps(app.before, weights, base, inputs)
+    try:
+        got = _run_steps(app.after, weights, base, inputs)
+    except REFUSALS as why:
+        yield Difference("main", "slot 0", f"the adapted graph does not run: {why}", float("inf"), 0.0, nodes)
+        return
     for a, b in zip(want, got, strict=True):
         if error := distance(a, b):
             yield Difference("main", "slot 0", "rows of the base model differ", error, 0.0, nodes)
@@ -337,7 +350,13 @@ def add_adapters(app: Application) -> Iterator[Difference]:
     if merged is None:
         return  # a packed weight has no sum with b a
     whole = [_run_steps(widen(app.before), weights, mixed, wide, override=o) for o in (merged, None)]
-    found = _run_steps(widen(app.after), weights, mixed, wide)
+    try:
+        found = _run_steps(widen(app.after), weights, mixed, wide)
+    except REFUSALS as why:
+        yield Difference(
+            "main", f"slots {owners}", f"the adapted graph does not run: {why}", float("inf"), 0.0, nodes
+        )
+        return
     for step, adapted, plain, b in zip(mixed, *whole, found, strict=True):
         cut = int(step.query_start[1])
         a = torch.cat((adapted[:cut], plain[cut:]))

@@ -18,21 +18,20 @@ import torch
 from torch import Tensor
 
 from compilerllm.ir.dims import free_dims
-from compilerllm.ir.errors import IRError
 from compilerllm.ir.graph import Graph, Module
 from compilerllm.ir.types import TensorType
-from compilerllm.kernels.errors import KernelError
 from compilerllm.passes.pipeline import Options, Pass
+from compilerllm.validation.blame import blame
 from compilerllm.validation.errors import CannotValidate
 from compilerllm.validation.inputs import KINDS, Kind, Trial, make_trial
 from compilerllm.validation.running import (
+    REFUSALS,
     Outcome,
     Runner,
     can_widen,
     distance,
     isolate,
     magnitude,
-    new_nodes,
     wide_trial,
     widen,
 )
@@ -41,16 +40,6 @@ from compilerllm.validation.weights import Weights
 WIDE_BUDGET = 2.0**-12  # of the largest result, between two f32 runs that add in another order
 NATIVE_FACTOR = 4.0
 _UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-16, torch.float64: 2.0**-40}
-REFUSALS = (
-    IRError,
-    KernelError,
-    CannotValidate,
-    RuntimeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AssertionError,
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +147,9 @@ class Same:
             if error and not self.exact(trial.kind) and a.dtype in _UNIT:
                 if budgets is None:
                     budgets = _Wide(before, after, weights, trial, self.outputs)
-                    yield from budgets.differences(name)
+                    for d in budgets.differences(name):
+                        nodes, origin = blame(before, after, weights, trial)
+                        yield replace(d, nodes=nodes, origin=origin)
                 budget = budgets.native(what, a)
             if not error <= budget:
                 yield Difference(
@@ -234,42 +225,3 @@ def changed_functions(before: Module, after: Module) -> list[str]:
 
 def _interface(graph: Graph) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(str(v.type) for v in graph.inputs), tuple(str(v.type) for v in graph.outputs)
-
-
-def blame(before: Module, after: Module, weights: Weights, trial: Trial) -> tuple[tuple[str, ...], str]:
-    """The first new node whose result is not that of the value it stands for, else all new nodes; and their origin.
-
-    Passes name a node's result after what it replaces, so equal names (less a number at the end) with equal types are
-    taken for the same value.
-    """
-    fresh = {n for g in after.functions.values() for n in _fresh(before, g)}
-    suspects = [n for n in after.main.nodes if n in fresh] or list(fresh)
-    try:
-        want, got = _values(before, weights, trial), _values(after, weights, trial)
-        for node in suspects:
-            for value in node.outputs:
-                left, right = (
-                    want.get(value.name) or want.get(value.name.rpartition("_")[0]),
-                    got.get(value.name),
-                )
-                if left is not None and right is not None and distance(left[0], right[0]):
-                    return (repr(node),), node.origin.path
-    except REFUSALS:
-        pass  # one side does not run: all new nodes are suspects
-    return tuple(repr(n) for n in suspects), next((n.origin.path for n in suspects if n.origin.path), "")
-
-
-def _fresh(before: Module, graph: Graph) -> list:  # type: ignore[type-arg]
-    return (
-        new_nodes(before.functions[graph.name], graph)
-        if graph.name in before.functions
-        else list(graph.nodes)
-    )
-
-
-def _values(module: Module, weights: Weights, trial: Trial) -> dict[str, tuple[Tensor]]:
-    """Every tensor that main computes, by name."""
-    main = module.main
-    values = [v for n in main.nodes for v in n.outputs]
-    outcome = Runner(module.with_functions(replace(main, outputs=tuple(values))), weights).run(trial)
-    return {v.name: (r,) for v, r in zip(values, outcome.outputs, strict=True)}

@@ -153,17 +153,18 @@ def _plain(run: Callable[[Module, PassReport], Module]) -> Callable[[Module, Pas
 
 def validate_pass(
     run: Pass | Callable[..., Any], module: Module, options: Options | None = None, *,
-    kinds: Sequence[Kind] = KINDS, seed: int = 0, attributes: bool = True,
+    kinds: Sequence[Kind] = KINDS, seed: int = 0, thorough: bool = True,
 ) -> list[Finding]:  # fmt: skip
     """Apply a pass to ``module`` and hold the result to the pass's relation; empty means valid.
 
     ``run`` is an entry of a list of passes, or a function with the name of one. A pass that raises, or makes a graph
-    that the verifier refuses, is a finding; one that changes nothing is valid. ``attributes``: also check that the
-    replacement consumes every attribute of what it replaced (``attributes.py``).
+    that the verifier refuses, is a finding; one that changes nothing is valid. ``thorough``: also check that the
+    replacement consumes every attribute of what it replaced (``attributes.py``), and that the pass does not rely on what
+    it does not ask for (``variations.py``).
     """
     entry, options = entry_for(run), options or ASKED
     found = list(_validated(entry, module, options, kinds, seed))
-    if attributes and not found:
+    if thorough and not found:
         from compilerllm.validation.attributes import unconsumed
 
         found += unconsumed(entry, module, options, seed)
@@ -215,7 +216,7 @@ OnValidated = Callable[[Pass, list[Finding]], None]
 
 def verify_pipeline(
     module: Module, options: Options | None = None, on_validated: OnValidated | None = None, *,
-    passes: Sequence[Pass] | None = None, kinds: Sequence[Kind] = KINDS, seed: int = 0, attributes: bool = False,
+    passes: Sequence[Pass] | None = None, kinds: Sequence[Kind] = KINDS, seed: int = 0, thorough: bool = False,
 ) -> list[Finding]:  # fmt: skip
     """Run the pipeline and validate every application of every pass. Raises what a pass refuses with.
 
@@ -230,7 +231,7 @@ def verify_pipeline(
         if new is before:
             return
         mine = validate_application(entry, before, new, options, kinds=kinds, seed=seed)
-        if attributes and not mine:
+        if thorough and not mine:
             from compilerllm.validation.attributes import unconsumed
 
             mine += unconsumed(entry, before, options, seed)

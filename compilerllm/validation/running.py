@@ -8,17 +8,31 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from compilerllm.ir.errors import IRError
 from compilerllm.ir.graph import Attr, FuncRef, Graph, Module, Node, Param, Value
 from compilerllm.ir.recipe import Convert
 from compilerllm.ir.step import StepInputs
 from compilerllm.ir.types import StateType, TensorType, Type
+from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.reference.collective import Collective
 from compilerllm.kernels.reference.interpreter import Interpreter
 from compilerllm.kernels.reference.states import State, Step
+from compilerllm.validation.errors import CannotValidate
 from compilerllm.validation.inputs import Trial
 from compilerllm.validation.weights import Weights
 
 NARROW = ("bf16", "f16")
+# What a graph that is wrong stumbles over when it runs.
+REFUSALS = (
+    IRError,
+    KernelError,
+    CannotValidate,
+    RuntimeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AssertionError,
+)
 
 
 @contextmanager
