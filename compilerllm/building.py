@@ -84,18 +84,22 @@ class Builder:
         return path
 
     def verify(self, request: CompileRequest, on_stage: OnStage = lambda stage: None) -> None:
-        """Run every pass's every application beside the graph it replaced. Raises ``RewriteInvalid``."""
-        from compilerllm.validation.rewrites import require_valid, verify_pipeline
+        """Run every rewrite of the build beside what it replaced. Raises ``RewriteInvalid``."""
+        from compilerllm.cuda_artifact import cuda_buckets
+        from compilerllm.validation.build import verify_build
 
         stage = _Stages(on_stage)
         stage("resolve")
         captured = self._capture(request, artifact_key(request, self.place), stage)
         stage("verify")
-        require_valid(
-            verify_pipeline(
-                captured.module, self._options(request), lambda entry, _: stage(f"verify {entry.name}")
-            )
-        )
+        verify_build(
+            captured.module,
+            find_build_target(request.target),
+            request.level,
+            cuda_buckets(request.max_num_seqs, request.max_num_batched_tokens),
+            lambda name, done, total: stage(f"verify {name} {done}/{total}"),
+            options=self._options(request),
+        ).require()
 
     def _options(self, request: CompileRequest) -> "Options":
         from compilerllm.passes.pipeline import Options
