@@ -25,6 +25,7 @@ COMMANDS = {
     "bisect": "find the pass, node and kernel that make a model wrong",
     "plan": "does it fit into a memory, with which context and batch",
     "explain": "every kernel: where it came from, why it was chosen, what it costs",
+    "diff": "what moved between two artifacts, models or benchmark results",
     "opt": "run passes over a graph and print it; why did it not fuse?",
     "collect-env": "what to put into a bug report",
 }
