@@ -92,18 +92,23 @@ class Model {
 
   /** The op, and what it is about: the modules whose weights it reads, the ops of a group, or the module it is in. */
   rowTitle(row) {
-    const about = this.rowAbout(row);
-    return about === row.op ? row.op : `${row.op} · ${about}`;
+    const about = this.weightsOf(row) || lastName(row.path);
+    return about && about !== row.op ? `${row.op} · ${about}` : row.op;
   }
 
   /** The shorter name, where there is no room for the whole. */
   rowAbout(row) {
+    const about = this.weightsOf(row);
+    return about && !about.endsWith("norm") ? about : row.op;
+  }
+
+  weightsOf(row) {
     const node = this.report.nodes[row.nodes[0]];
-    const last = path => path.split(".").filter(p => p && !/^(\*|\d+|layers|model)$/.test(p)).at(-1) || "";
-    const tails = [...new Set(node.modules.map(last))].filter(Boolean), main = tails.filter(t => !t.includes("norm"));
+    if (node.body.length) return several(node.body);
     const inside = node.modules.some(m => !node.path || m === node.path || m.startsWith(`${node.path}.`));
-    const about = node.body.length ? several(node.body) : tails.length && inside ? together(main.length ? main : tails) : last(row.path);
-    return about || row.op;
+    const tails = [...new Set(node.modules.map(lastName))].filter(Boolean), main = tails.filter(t => !t.includes("norm"));
+    if (!inside) return tails.length ? lastName(node.path) : ""; // tied weights: what reads them says more
+    return together(main.length ? main : tails);
   }
 
   templateName(kernel) {
@@ -113,6 +118,8 @@ class Model {
 
 /** A module's path with its numbers left out: equal for like modules of all layers. */
 const like = path => path.replace(/(?<=\.)\d+(?=\.|$)/g, "*");
+
+const lastName = path => path.split(".").filter(p => p && !/^(\*|\d+|layers|model)$/.test(p)).at(-1) || "";
 
 /** q_proj, k_proj, v_proj as "q, k, v proj". */
 function together(names) {

@@ -90,7 +90,7 @@ class StepView {
     const of = name => sum(launches[name], x => x || 0);
     const items = [
       ["predicted", time(of("predicted_us")), of("predicted_us")],
-      measured ? ["measured", time(measured.wall_us), measured.wall_us, `mean of the middle of ${whole(measured.repeats)} runs`]
+      measured ? ["measured", time(measured.wall_us), measured.wall_us, `middle half of ${whole(measured.repeats)} runs`]
         : this.model.hasTimes(bucket) ? ["measured", time(of("measured_us")), of("measured_us"), "sum of the kernels"] : null,
       ["roofline", time(of("roofline_us")), of("roofline_us"), `${percent(of("roofline_us") / this.model.stepTime(bucket, basis))} of ${basis}`],
       measured ? ["unattributed", percent(measured.unattributed_us / measured.wall_us), measured.unattributed_us, time(measured.unattributed_us)] : null,

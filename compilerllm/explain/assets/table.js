@@ -103,7 +103,7 @@ class KernelTable {
           el("small", {}, this.model.templateName(row.kernel)),
           el("small.narrow", {}, [row.path, count(row.launches.length, "launch", "launches"), time(row.time)].filter(Boolean).join(" · ")));
       }
-      if (c.name === "module") return el(`td.module${wide}`, { title: row.path }, breakable(row.path) || "–");
+      if (c.name === "module") return el(`td.module${wide}`, { title: row.path }, row.path ? breakable(row.path) : "–");
       if (c.name === "share") {
         const bar = el(`i.bar.${row.color}`, { style: { width: `${100 * row.share / most}%` } });
         return el("td.num.share", { "data-value": row.share }, el("span", {}, c.show(row)), el("span.track", {}, bar));
