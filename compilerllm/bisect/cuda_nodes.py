@@ -124,6 +124,7 @@ class CudaNodes:
 
     def prepare(self, work: Workload) -> None:
         """Emit, place and load what the workload needs."""
+        self.backend.attach()
         self._step_buckets = self.buckets_of(work)
         self._buckets = tuple(dict.fromkeys(self._step_buckets))
         self._graphs: list[Graph] = []

@@ -25,6 +25,7 @@ from compilerllm.kernels.cpu.target import find_target
 from compilerllm.kernels.launch.gpu.backend import Backend
 from compilerllm.kernels.launch.memory import aligned
 from compilerllm.kernels.launch.program import CpuProgram
+from compilerllm.kernels.triton.emitter import Chooser
 from compilerllm.kernels.triton.target import find_cuda_target
 from compilerllm.kernels.tuning import TunedChooser
 from compilerllm.passes.pipeline import Options, Pass, run_pipeline
@@ -173,7 +174,7 @@ class CudaProgram(Program):
         *,
         native: bool,
         scratch: Path,
-        chooser: OneChoice | None = None,
+        chooser: Chooser | None = None,
     ) -> None:
         super().__init__(subject)
         self.backend, self.native, self.scratch = backend, native, scratch

@@ -7,7 +7,6 @@ from pathlib import Path
 from torch import Tensor
 
 from compilerllm.artifact import read_manifest, write_manifest
-from compilerllm.bisect.cuda_nodes import OneChoice
 from compilerllm.bisect.parameters import Parameters
 from compilerllm.bisect.report import Report
 from compilerllm.bisect.search import Search
@@ -19,6 +18,7 @@ from compilerllm.ir.recipe import print_recipe
 from compilerllm.ir.step import Bucket
 from compilerllm.kernels.cpu.target import find_target
 from compilerllm.kernels.launch.dtypes import IR_DTYPES
+from compilerllm.kernels.triton.emitter import Chooser
 from compilerllm.kernels.triton.interpreted_backend import InterpretedBackend
 from compilerllm.passes.pipeline import Options, run_pipeline
 from compilerllm.validation.weights import checkpoint
@@ -87,7 +87,7 @@ def on_cpu(made: Subject, folder: Path, every_node: bool = False) -> Report:
     return bisect(whole, CpuArtifact(whole), every_node)
 
 
-def interpreted(made: Subject, folder: Path, chooser: OneChoice, every_node: bool = False) -> Report:
+def interpreted(made: Subject, folder: Path, chooser: Chooser, every_node: bool = False) -> Report:
     """Bisect a GPU's program, its kernels interpreted."""
     program = CudaProgram(made, InterpretedBackend(1 << 32), native=False, scratch=folder, chooser=chooser)
     return bisect(made, program, every_node)

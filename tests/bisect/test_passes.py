@@ -10,6 +10,7 @@ import torch
 from compilerllm.bisect.report import Report
 from compilerllm.ir.graph import Graph, Module, Node, Param
 from compilerllm.ir.recipe import Concat
+from compilerllm.ir.text import parse_module
 from compilerllm.passes import pipeline
 from compilerllm.passes.pipeline import PASSES, Pass
 from compilerllm.passes.report import PassReport
@@ -104,7 +105,26 @@ def test_wrong_order_by_pack_projections(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.verdict.skippable
 
 
-def test_wrong_factor_by_canonicalise_of_a_scaled_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_factor_by_fold_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is stored wrong, no name tells: one number of one attention is."""
+
+    def scale(node: Node) -> Node | None:
+        if node.op != "attention":
+            return None
+        return replace(node, attrs={**node.attrs, "scale": 4 * node.number("scale")})
+
+    text = Decoder().text()
+    text = text.replace(
+        "  %a = attention(%qa,", "  %qs = mul(%qa, scalar=0.5) : bf16[T, 4, 8]\n  %a = attention(%qs,"
+    )
+    break_pass(monkeypatch, "fold_scale", lambda graph: rewrite(graph, scale))
+    report = bisect(subject(parse_module(text)))
+    found(report, "fold_scale")
+    assert "= attention(" in report.verdict.node and report.verdict.path == "model.layers.0"
+    assert report.verdict.skippable
+
+
+def test_wrong_number_by_an_early_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def scale(node: Node) -> Node | None:
         if node.op != "mul" or "scalar" not in node.attrs:
             return None
