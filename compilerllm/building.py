@@ -97,7 +97,7 @@ class Builder:
             find_build_target(request.target),
             request.level,
             cuda_buckets(request.max_num_seqs, request.max_num_batched_tokens),
-            lambda name, done, total: stage(f"verify {name} {done}/{total}"),
+            lambda name, done, total: stage(f"verify {done}/{total}"),
             options=self._options(request),
         ).require()
 

@@ -5,8 +5,9 @@ an optional operand is absent, which operand comes first) is right on every grap
 such thing is taken away in turn; then the pass must refuse, or still be right.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from compilerllm.ir.builder import Rewriter, prune
 from compilerllm.ir.errors import IRError
@@ -37,37 +38,26 @@ def _changes(graph: Graph, function: str, node: Node) -> Iterator[tuple[str, Cal
             if value not in graph.outputs and uses[value]:
                 yield (
                     f"%{value.name} is returned too",
-                    lambda v=value: replace(graph, outputs=(*graph.outputs, v)),
-                )  # type: ignore[misc]
+                    partial(replace, graph, outputs=(*graph.outputs, value)),
+                )
     for i, a in enumerate(node.inputs):
         if a is None:
             continue
         for j in range(i + 1, len(node.inputs)):
             b = node.inputs[j]
             if b is not None and b is not a and a.type == b.type:
-                swapped = list(node.inputs)
-                swapped[i], swapped[j] = b, a
-                yield (
-                    f"operands {i} and {j} are swapped",
-                    lambda s=tuple(swapped): _with_inputs(graph, node, s),
-                )  # type: ignore[misc]
+                yield f"operands {i} and {j} are swapped", partial(_with, graph, node, {i: b, j: a})
         other = _another(graph, node, a)
         if other is not None:
-            inputs = (*node.inputs[:i], other, *node.inputs[i + 1 :])
-            yield f"operand {i} is %{other.name}", lambda s=inputs: _with_inputs(graph, node, s)  # type: ignore[misc]
+            yield f"operand {i} is %{other.name}", partial(_with, graph, node, {i: other})
     for index, operand in enumerate(lookup(node.op).operands):
         if not operand.optional:
             continue
         if node.input(index) is not None:
-            inputs = (*node.inputs[:index], None, *node.inputs[index + 1 :])
-            yield f"operand {operand.name!r} is left out", lambda s=inputs: _with_inputs(graph, node, s)  # type: ignore[misc]
+            yield f"operand {operand.name!r} is left out", partial(_with, graph, node, {index: None})
         elif (param := _param_for(graph, node, operand.name)) is not None:
-            padded = (*node.inputs, *(None,) * (index - len(node.inputs)))
-            inputs = (*padded[:index], param.value, *padded[index + 1 :])
-            yield (
-                f"operand {operand.name!r} is added",
-                lambda s=inputs, p=param: _with_inputs(graph, node, s, p),
-            )  # type: ignore[misc]
+            change = partial(_with, graph, node, {index: param.value}, param)
+            yield f"operand {operand.name!r} is added", change
 
 
 def _another(graph: Graph, node: Node, value: Value) -> Value | None:
@@ -106,10 +96,10 @@ def _param_for(graph: Graph, node: Node, name: str) -> Param | None:
     )
 
 
-def _with_inputs(
-    graph: Graph, node: Node, inputs: tuple[Value | None, ...], param: Param | None = None
-) -> Graph:
-    """The function with other operands for one node; types are inferred anew, and what nobody uses any more goes."""
+def _with(graph: Graph, node: Node, other: Mapping[int, Value | None], param: Param | None = None) -> Graph:
+    """The function with ``other`` operands, by place, for one node; types are inferred anew, and what nobody uses goes."""
+    count = max(len(node.inputs), *(i + 1 for i in other))
+    inputs = tuple(other[i] if i in other else node.input(i) for i in range(count))
     r = Rewriter(graph, by="")
     if param is not None:
         r.adopt(params=(param,))
