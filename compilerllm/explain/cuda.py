@@ -6,6 +6,7 @@ artifact's own picks. What comes out is held against the artifact, launch by lau
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from compilerllm.kernels.triton.emitter import BucketEmitter
 from compilerllm.kernels.triton.target import CudaTarget
 from compilerllm.kernels.tuning import SIZE_FIELD, TunedChooser, TuningData, problem_key
 
+# Templates that prepare what a node's kernel reads, or follow it: a norm before a linear, a gate after it.
+HELPERS = ("norm:", "after:", "align:", "generated_", "embed:")
 SHOWN = 12  # candidates that were never timed, in the cost model's order
 Progress = Callable[[int, int], None]
 
@@ -116,34 +119,38 @@ class CudaBuckets:
         module, b, step = self._prepared[_passes(chosen.bucket)], chosen.bucket, chosen.step
         plan = self.program.plans[chosen.index]
         calls, asked = self._emit(module, chosen.bucket, plan, chosen.name)
-        costs: dict[int, tuple[float, float]] = {}
-        launches = []
-        for place, (call, launch) in enumerate(zip(calls, plan.launches, strict=True)):
-            node = module.main.nodes[call.node]
-            first = call.node not in costs
-            if first:
-                cost = node_cost(node, step.dims, module)
-                costs[call.node] = at_context(cost, step.sequences, step.query, step.context)
-            nbytes, flops = costs[call.node] if first else (0.0, 0.0)
-            found = asked.get(node)
-            family = _family(node, found)
-            if first:
-                others = sum(c.node == call.node for c in calls[place + 1 : place + 8])
-                predicted = self._predict(node, found, family, Work(nbytes, flops, _depth(found)))
-                predicted = max(predicted - others * machine.launch_us, machine.launch_us / 2)
-            else:
-                predicted = machine.launch_us
-            launches.append(
-                make_launch(
-                    machine, self._kernel(self.program.kernels[launch.kernel], family),
-                    self._node(node, module), self._pick(found), nbytes, flops, predicted,
-                )
-            )  # fmt: skip
+        launches: list[Launch] = []
+        pairs = zip(calls, plan.launches, strict=True)
+        for number, same in groupby(pairs, key=lambda pair: pair[0].node):
+            node = module.main.nodes[number]
+            cost = at_context(node_cost(node, step.dims, module), step.sequences, step.query, step.context)
+            kernels = [self.program.kernels[launch.kernel] for _, launch in same]
+            launches += self._launches(node, module, kernels, asked.get(node), cost, machine)
         sampling = f"sampling-greedy-{b.rows}" if chosen.kind == "decode" else ""
         return BucketReport(
             chosen.name, chosen.kind, step.tokens, step.sequences, step.sequences, step.context,
             (b.tokens, b.sequences, b.rows, b.max_query), plan.arena_bytes, tuple(launches), sampling,
         )  # fmt: skip
+
+    def _launches(
+        self, node: Node, module: Module, kernels: Sequence[ProgramKernel], asked: Asked | None, cost: tuple[float, float],
+        machine: Machine,
+    ) -> list[Launch]:  # fmt: skip
+        """The launches of one node. Its work and time stand at those that do it, in equal parts; what prepares or follows
+        takes the floor."""
+        family = _family(node, asked)
+        total = self._predict(asked, family, Work(*cost, _depth(asked)))
+        mains = [not k.template.startswith(HELPERS) for k in kernels]
+        mains = mains if any(mains) else [True] * len(kernels)
+        parts, floor = sum(mains), machine.launch_us
+        each = max((total - (len(kernels) - parts) * floor) / parts, floor / 2)
+        return [
+            make_launch(
+                machine, self._kernel(kernel, family), self._node(node, module), self._pick(asked),
+                cost[0] / parts * main, cost[1] / parts * main, each if main else floor,
+            )
+            for kernel, main in zip(kernels, mains, strict=True)
+        ]  # fmt: skip
 
     def _emit(
         self, module: Module, bucket: Bucket, plan: Plan, name: str
@@ -199,7 +206,7 @@ class CudaBuckets:
             where if where != problem and us is not None else "", (*others, *untimed),
         )  # fmt: skip
 
-    def _predict(self, node: Node, asked: Asked | None, family: str, work: Work) -> float:
+    def _predict(self, asked: Asked | None, family: str, work: Work) -> float:
         """The model's time; where the choice was timed, that figure, moved by the model to the work there is now."""
         model = self.predictor.time(family, work)
         if asked is None:

@@ -12,7 +12,8 @@ from compilerllm.explain.collect import Collected
 from compilerllm.explain.cpu_times import StageTimes, TimedModel, write_contexts
 from compilerllm.explain.predict import Error, summarise_errors
 from compilerllm.explain.report import BucketReport, Report, StepTime
-from compilerllm.explain.steps import Chosen
+from compilerllm.explain.steps import Chosen, find_bucket
+from compilerllm.ir.step import Bucket
 from compilerllm.kernel_times import Space, made_up_step
 from compilerllm.targets import is_cuda
 
@@ -45,13 +46,18 @@ def measure(
     time = _gpu_timer(folder, manifest, place, chosen) if is_cuda(manifest["target"]) else (
         _cpu_timer(folder, place, chosen)
     )  # fmt: skip
+    report, notes = collected.report, []
     timed: dict[str, BucketReport] = {}
+    buckets = [Bucket(**b) for b in manifest["buckets"]]
     for done, one in enumerate(chosen):
         on_progress(done, len(chosen), one.name)
-        timed[one.name] = time(one, collected.report.bucket(one.name))
+        if (holds := find_bucket(buckets, one.step)).index != one.index:
+            notes.append(f"{one.name} is not measured: the step that is looked at runs in {holds.name}")
+            continue
+        timed[one.name] = time(one, report.bucket(one.name))
     on_progress(len(chosen), len(chosen), "")
-    report = collected.report
-    return replace(report, buckets=tuple(timed.get(b.name, b) for b in report.buckets))
+    made = tuple(timed.get(b.name, b) for b in report.buckets)
+    return replace(report, buckets=made, notes=(*report.notes, *notes))
 
 
 Timer = Callable[[Chosen, BucketReport], BucketReport]
@@ -79,9 +85,7 @@ def _cpu_timer(folder: Path, place: Path, chosen: Sequence[Chosen]) -> Timer:
 
 
 def with_stages(bucket: BucketReport, times: StageTimes) -> BucketReport:
-    """A CPU's bucket with its times. Raises ``CannotMeasure`` where there is not one of each launch."""
-    if len(times.micros) != len(bucket.launches):
-        raise CannotMeasure(f"{len(times.micros)} times for {len(bucket.launches)} kernels of {bucket.name}")
+    """A CPU's bucket with its times."""
     kernels = float(times.micros.sum())
     rest = times.wall - kernels - times.waking
     return _timed(
@@ -91,6 +95,9 @@ def with_stages(bucket: BucketReport, times: StageTimes) -> BucketReport:
 
 
 def _timed(bucket: BucketReport, micros: Any, starts: Any, step: StepTime) -> BucketReport:
+    """Raises ``CannotMeasure`` where there is not one time of each launch."""
+    if len(micros) != len(bucket.launches):
+        raise CannotMeasure(f"{len(micros)} times for {len(bucket.launches)} kernels of {bucket.name}")
     first = float(starts[0]) if len(starts) else 0.0
     launches = tuple(
         replace(x, measured_us=round(float(us), 4), start_us=round(float(at) - first, 4))
@@ -115,12 +122,6 @@ def _gpu_timer(folder: Path, manifest: dict[str, Any], place: Path, chosen: Sequ
     def time(one: Chosen, bucket: BucketReport) -> BucketReport:
         space: Space = model
         step = made_up_step(space, one.step.sequences, one.step.query, one.step.context)
-        launches, _ = model.launches_of(step)
-        if len(launches) != len(bucket.launches):
-            raise CannotMeasure(
-                f"{one.name} runs {len(launches)} launches here, {len(bucket.launches)} are explained: another bucket holds "
-                "the step"
-            )
         times = time_step(model, step)
         kernels = float(times.micros.sum())
         parts = {"copies": round(times.copies, 3)}

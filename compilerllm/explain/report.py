@@ -139,8 +139,8 @@ class Pick:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel, run once in a step. Bytes and flops are what its node cannot avoid, and stand at the node's first
-    launch. pick: place in ``picks``, -1 where there was no choice. start_us: since the step's begin."""
+    """One kernel, run once in a step. Bytes and flops are what its node cannot avoid; of a node's launches those have them
+    that do its work, in equal parts. pick: place in ``picks``, -1 where there was no choice. start_us: since the begin."""
 
     kernel: int
     node: int

@@ -247,7 +247,8 @@ def describe_choice(pick: Pick) -> str:
     timed = [c for c in pick.alternatives if c.us is not None]
     text = pick.why if pick.us is None else f"{pick.why} ({pick.us:.2f} us)"
     if pick.timed_at:
-        text += f" at {pick.timed_at}"
+        here = set(pick.problem.split(","))
+        text += f" at {','.join(f for f in pick.timed_at.split(',') if f not in here)}"
     if timed and pick.us:
         first = timed[0].us or 0.0
         text += f", next of {len(timed)} others {first:.2f} us ({100 * (first / pick.us - 1):+.0f}%)"
