@@ -128,6 +128,10 @@ def artifact_key(request: CompileRequest, place: Path) -> Key:
         raise UnsupportedWeights(
             "--weights packed: CUDA kernels read dense weights only. Leave it out, or say --weights dense."
         )
+    if request.load_format == "config" and place.is_file():
+        raise UnsupportedWeights(
+            f"{place} is a GGUF file, which holds the configuration and the weights; leave out --from-config."
+        )
     return semantic_key(request, target, place)
 
 

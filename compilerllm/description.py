@@ -39,7 +39,9 @@ def describe_model(place: Path, tensors: bool = True) -> Fields:
     """
     if place.is_file() and place.suffix == ".gguf":
         return _describe_gguf(GgufFile(place), tensors)
-    described: Fields = {"kind": "hf", "config": _config(place), "text": _text_files(place)}
+    described: Fields = {"kind": "hf", "config": _config(place)}
+    if text := _text_files(place):
+        described["text"] = text
     if tensors:
         described["tensors"] = _tensors(
             (name, info.dtype, info.shape)

@@ -95,10 +95,6 @@ def _resolve_file(path: Path, dtype: str | torch.dtype, load_format: LoadFormat)
         raise CheckpointNotFound(
             f"{path} is a weight file alone; give the folder it is in, with its config.json"
         )
-    if load_format == "config":
-        raise ModelError(
-            f"{path} is a GGUF file, whose configuration lies in the file with its weights; leave out --from-config"
-        )
     file = GgufFile(path)
     config = gguf_config(file)
     spec = SourceSpec("dummy") if load_format == "dummy" else SourceSpec("gguf", str(path))

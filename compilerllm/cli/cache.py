@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from compilerllm.cli.flags import Parser, UsageError, add_engine_flags
 
 if TYPE_CHECKING:
-
     from compilerllm.cache import Collected, Entry
 
 _PERIODS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
