@@ -77,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.measure and args.from_config:
         raise UsageError("--measure runs the model, which --from-config has no weights for: leave one out.")
+    look = read_look(args)
     config = read_engine_config(args)
     artifact, place = _open(args, config.model.model)
     name = config.model.display_name
-    look = read_look(args)
     with _progress("explaining") as show:
         collected = collect(artifact, name, look, lambda done, total: show(done, total, "buckets"))
     report, detailed = collected.report, list(args.bucket)
