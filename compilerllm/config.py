@@ -257,13 +257,16 @@ class StartConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine process is told. given: names of the options that were asked for; others have their defaults."""
+    """Everything an engine process is told. given: names of the options that were asked for; others have their defaults.
+    found: the artifact's folder, once a face has found or built it, so that an engine never has to.
+    """
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     start: StartConfig = field(default_factory=StartConfig)
     given: tuple[str, ...] = ()
+    found: str = ""
 
     @staticmethod
     def create(given: Collection[str] | None = None, **options: Any) -> "EngineConfig":

@@ -68,14 +68,14 @@ class LLM:
         begin = time.perf_counter()
         from compilerllm.loading import load_engine_model, tokenizer_dir
         from compilerllm.runtime.engine import InProcessEngine
-        from compilerllm.serving_artifact import find_artifact, settle_limits
+        from compilerllm.serving_artifact import find_artifact, settle
 
         compile_watch.watch()
         config = EngineConfig.create(**options if model is None else {"model": model, **options})
         start = time.perf_counter()
         with compile_watch.asked_for_by(f"LLM({config.model.display_name!r})"):
             found = find_artifact(config)
-        config = settle_limits(config, found.path)
+        config = settle(config, found)
         compiled = time.perf_counter()
         loaded, facts = load_engine_model(config)
         tokenizer = open_tokenizer(tokenizer_dir(found.path))

@@ -33,11 +33,14 @@ class ArtifactDiffers(ArtifactInvalid):
 
 
 def find_artifact(config: EngineConfig, on_stage: OnStage | None = None) -> Found:
-    """The artifact for a configuration: the one it names, else the cache's, built where that has none and it may be.
+    """The artifact for a configuration: the one that a face found, or that it names, else the cache's, built where that has
+    none and it may be.
 
     Raises ``ArtifactMissing`` where it may not, ``ArtifactDiffers``, ``ArtifactTooSmall``, and what opening or building
     raises.
     """
+    if config.found:
+        return Found(Path(config.found), True, 0.0)
     if config.start.artifact is not None:
         begin = time.perf_counter()
         path = open_artifact(Path(config.start.artifact), _target_asked(config))
@@ -51,11 +54,12 @@ def find_artifact(config: EngineConfig, on_stage: OnStage | None = None) -> Foun
     return Found(path, True, time.perf_counter() - begin)
 
 
-def settle_limits(config: EngineConfig, artifact: Path) -> EngineConfig:
-    """The configuration with the artifact's own limits where none were asked for."""
+def settle(config: EngineConfig, found: Found) -> EngineConfig:
+    """The configuration for an engine: with what was found, and a named artifact's own limits where none were asked for."""
+    config = dataclasses.replace(config, found=str(found.path))
     if config.start.artifact is None:
         return config
-    built = Limits.built(manifest_of(artifact))
+    built = Limits.built(manifest_of(found.path))
     own = {
         name: getattr(built, name)
         for name in ("max_num_seqs", "max_num_batched_tokens")

@@ -42,12 +42,12 @@ def _serve(config: Any, server: ServerConfig, listener: Any) -> None:
     from compilerllm.cli.terminal import print_card, startup_card
     from compilerllm.runtime.client import ProcessEngine
     from compilerllm.server.run import address_of, listen, run
-    from compilerllm.serving_artifact import settle_limits
+    from compilerllm.serving_artifact import settle
 
     compile_watch.watch()
     with compile_watch.asked_for_by("the server's start"):
         found = local.compile_model(config)
-    config = settle_limits(config, found.path)
+    config = settle(config, found)
     engine = ProcessEngine(config)
     try:
         with ThreadPoolExecutor(1) as thread:  # while the engine loads the weights

@@ -55,7 +55,10 @@ def startup_card(card: dict[str, str], found: Found) -> dict[str, str]:
     """An engine's card; where this command compiled, the engine found in the cache what was put there a moment ago."""
     if found.hit:
         return card
-    return {**card, "compile": f"{found.seconds:.1f} s;{card.get('compile', '').partition(';')[2]}"}
+    built = {"compile": f"{found.seconds:.1f} s;{card.get('compile', '').partition(';')[2]}"}
+    if name := card.get("artifact", "").partition(" ")[0]:
+        built["artifact"] = f"{name} built in {found.seconds:.1f} s"
+    return card | built
 
 
 def print_card(card: dict[str, str]) -> None:
