@@ -79,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--measure runs the model, which --from-config has no weights for: leave one out.")
     look = read_look(args)
     config = read_engine_config(args)
-    artifact, place = _open(args, config.model.model)
-    name = config.model.display_name
+    artifact, place, name = _open(args, config.model.model)
     with _progress("explaining") as show:
         collected = collect(artifact, name, look, lambda done, total: show(done, total, "buckets"))
     report, detailed = collected.report, list(args.bucket)
@@ -117,8 +116,9 @@ def read_look(args: argparse.Namespace) -> "Look":
     return Look(tuple(args.bucket), args.context, step, args.bandwidth, args.tflops)
 
 
-def _open(args: argparse.Namespace, model: str) -> tuple[Path, Path]:
-    """The artifact's folder, and where its weights are. Raises what finding and building them raises."""
+def _open(args: argparse.Namespace, model: str) -> tuple[Path, Path, str]:
+    """The artifact's folder, where its weights are, and what to call it. Raises what finding and building them raises."""
+    from compilerllm.artifact import read_manifest
     from compilerllm.bundle import is_artifact, open_artifact
     from compilerllm.checkpoint import locate
     from compilerllm.cli.local import compile_model
@@ -126,10 +126,14 @@ def _open(args: argparse.Namespace, model: str) -> tuple[Path, Path]:
     path = Path(model).expanduser()
     if not is_artifact(path):
         config = read_engine_config(args)
-        return compile_model(config, args.target, from_config=args.from_config).path, locate(model)
+        found = compile_model(config, args.target, from_config=args.from_config)
+        return found.path, locate(model), config.model.display_name
     if args.measure and not args.checkpoint:
         raise UsageError("--measure needs the weights of an artifact: say where they are with --checkpoint MODEL.")  # fmt: skip
-    return open_artifact(path, args.target), locate(args.checkpoint) if args.checkpoint else path
+    place = locate(args.checkpoint) if args.checkpoint else path
+    folder = open_artifact(path, args.target)
+    facts = (read_manifest(folder) or {}).get("facts", {})
+    return folder, place, str(facts.get("name") or facts.get("architecture") or path.name)
 
 
 def _write(args: argparse.Namespace, report: "Report") -> None:

@@ -1,7 +1,7 @@
 """Makes the report of an artifact: passes run again, every kernel of every bucket with its nodes, choice and cost."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,9 @@ def collect(
         made = cpu.report(chosen, machine)
         nodes, kernels = cpu.nodes.entries, cpu.kernels.entries
     report = _report(name, manifest, folder, machine, trace, nodes, kernels, picks, made)
+    if left := sum(p.why == "left open" for p in picks):
+        note = f"{left} choices are left to the machine that serves: what stands here is the default of each"
+        report = replace(report, notes=(*report.notes, note))
     return Collected(report, tuple(chosen))
 
 
@@ -140,4 +143,4 @@ def _reference_report(name: str, manifest: dict[str, Any], folder: Path, trace: 
     machine = Machine(manifest["target"], "", look.bandwidth or 0.0, look.tflops or 0.0, 0.0, "not known")
     report = _report(name, manifest, folder, machine, trace, (), (), (), ())
     note = "level 0 has no kernels: every node runs as its ATen reference, one after another"
-    return Report(**{**report.__dict__, "notes": (note, *report.notes)})
+    return replace(report, notes=(note, *report.notes))

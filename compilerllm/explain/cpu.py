@@ -23,6 +23,7 @@ _ATTENTION = ("paged_attention", "dense_attention")
 # barrier and a call.
 SPEEDS = {
     "linear, few rows": Speed(1.0, 0.85, 0.5, 0.0),
+    "linear, few rows, packed": Speed(1.0, 0.6, 0.3, 0.0),  # unpacking costs about as much as reading
     "linear": Speed(1.0, 0.85, 0.5, 0.0),
     "attention": Speed(1.0, 0.5, 0.2, 0.0),
     "rows": Speed(0.5, 0.5, 0.02, 0.0),
@@ -67,7 +68,7 @@ class CpuBuckets:
             return make_launch(machine, kernel, node, -1, 0, 0, SPEEDS["rows"].floor_us)
         cost = node_cost(stage.node, step.dims, self.module)
         nbytes, flops = at_context(cost, step.sequences, step.query, step.context)
-        speed = SPEEDS[_speed_of(self.kernels.entries[kernel].family, step.tokens)]
+        speed = SPEEDS[_speed_of(self.kernels.entries[kernel], step.tokens)]
         predicted = predict(speed, Work(nbytes, flops), machine)
         return make_launch(machine, kernel, node, -1, nbytes, flops, predicted)
 
@@ -95,8 +96,11 @@ def _family(template: str, op: str) -> str:
     return "attention" if template in _ATTENTION else "rows"
 
 
-def _speed_of(family: str, tokens: int) -> str:
-    return "linear, few rows" if family == "linear" and tokens <= FEW_ROWS else family
+def _speed_of(kernel: Kernel, tokens: int) -> str:
+    if kernel.family != "linear" or tokens > FEW_ROWS:
+        return kernel.family
+    packed = str(kernel.config.get("weights", "")).startswith("Q")
+    return "linear, few rows, packed" if packed else "linear, few rows"
 
 
 def host_calls(manifest: dict[str, Any]) -> list[str]:

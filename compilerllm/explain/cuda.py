@@ -81,8 +81,10 @@ class CudaBuckets:
     ) -> None:  # fmt: skip
         """module: after the pipeline. own: the folder of the user's tuning data."""
         self.target, self.trace, self.manifest = target, trace, manifest
-        self.program: Program = read_program(folder, manifest).picked()
-        self.sampling: Program = read_program(folder, manifest, "sampling").picked()
+        whole = read_program(folder, manifest, whole=True)
+        self.open = {(c.family, c.problem): len(c.configs) for c in whole.choices}
+        self.program: Program = whole.picked()
+        self.sampling: Program = read_program(folder, manifest, "sampling")
         self.flat = flat_module(module, trace.rewrites(module))
         self.predictor: Predictor = predictor_for(target, own)
         self.data: TuningData | None = TunedChooser.for_target(target, own).data
@@ -201,8 +203,9 @@ class CudaBuckets:
         others = [Candidate(t["config"], float(t["us"])) for t in timed if t["config"] != asked.config]
         known = [asked.config, *(t["config"] for t in timed)]
         untimed = [Candidate(c) for c in asked.candidates if c not in known][:SHOWN]
+        why = "left open" if (asked.family, problem) in self.open else asked.why
         return Pick(
-            asked.family, problem, asked.config, asked.why, us,
+            asked.family, problem, asked.config, why, us,
             where if where != problem and us is not None else "", (*others, *untimed),
         )  # fmt: skip
 

@@ -8,6 +8,8 @@ from compilerllm.explain.predict import Error
 from compilerllm.explain.report import BucketReport, IRNode, Kernel, Launch, Miss, Pick, Report
 
 NARROWEST = 60
+WIDE = 130  # columns from which what is said of a kernel stands under its name
+INDENT = 10  # of it elsewhere
 SMALL = 0.0005  # of the step: kernels below are one line together
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NAME = re.compile(r"%[\w.]+")
@@ -71,7 +73,7 @@ def render(report: Report, width: int = 100, detailed: Sequence[str] = ()) -> st
     shown = [n for n in detailed if n in names] or ends(report)
     parts = [_card(report), _bucket_lines(report)]
     parts += [_bucket_table(report, report.bucket(name), width) for name in shown]
-    if len(shown) < len(names):
+    if not detailed and len(shown) < len(names):
         parts.append("--bucket NAME lists the kernels of another bucket; --json and --html have them all.")
     parts += [_pass_lines(report, width), _miss_lines(report, width)]
     return "\n\n".join(part for part in parts if part)
@@ -169,7 +171,8 @@ def _bucket_table(report: Report, bucket: BucketReport, width: int) -> str:
             + f"{f'{nbytes / n / 1e6:,.2f}' if nbytes else '-':>8}  "
         )
         lines.append(_cut(lead + _what(g), width))
-        lines += [_cut(" " * len(lead) + line, width) for line in _why(g)]
+        indent = len(lead) if width >= WIDE else INDENT
+        lines += [_cut(" " * indent + line, width) for line in _why(g)]
     gap = f"{'':>9} " * measured + f"{'':>6} {'':>8}"
     if small:
         n, us = sum(len(g.launches) for g in small), sum(g.us for g in small)
@@ -216,7 +219,8 @@ def _what(group: Group) -> str:
         [p.removeprefix("model.") for p in (map(like, paths) if len(group.layers) > 1 else paths)]
     )
     where = f" <- {modules}" if modules else ""
-    return f"{kernel}{'' if kernel == op else f': {op}'}{where}"
+    named = op in (kernel, kernel.partition(":")[2])
+    return f"{kernel}{'' if named else f': {op}'}{where}"
 
 
 def _fold(modules: Sequence[str]) -> str:
