@@ -1,7 +1,16 @@
 """Times: a GPU's records shared out among launches, predictions against what they are fitted to."""
 
-import pytest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+from torch._C._autograd import DeviceType
+
+from compilerllm.compiled_cuda import CudaModel
+from compilerllm.cuda_program import CudaOptions
+from compilerllm.explain import gpu_times
 from compilerllm.explain.gpu_times import Record, attribute
 from compilerllm.explain.predict import (
     Predictor,
@@ -14,9 +23,12 @@ from compilerllm.explain.predict import (
     summarise_errors,
     work_of,
 )
-from compilerllm.kernel_times import TimesDoNotMatch
+from compilerllm.ir.step import Bucket
+from compilerllm.kernel_times import TimesDoNotMatch, made_up_step
 from compilerllm.kernels.triton.target import find_cuda_target
 from compilerllm.kernels.tuning import TunedChooser
+from tests.kernels.gpu.greedy import GreedySampler
+from tests.kernels.gpu.tiny import IdentitySource, write_artifact
 
 TARGET = find_cuda_target("sm_90")
 
@@ -106,3 +118,60 @@ def test_errors_are_medians_by_family_and_over_all() -> None:
     assert (a.family, a.count) == ("a", 3) and a.median == pytest.approx(0.1)
     assert (b.count, b.median) == (1, 0.5)  # what took no time has no error
     assert everything.family == "all" and everything.median == pytest.approx(0.15)
+
+
+class _Profiler:
+    """In place of torch's: tells of every step that was run the same kernels, 2 us each, a step 10 us apart."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __enter__(self) -> "_Profiler":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def events(self) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(
+                name=name, device_type=DeviceType.CUDA, device_time_total=2.0,
+                time_range=SimpleNamespace(start=10.0 * step + 2.5 * i),
+            )
+            for step in range(gpu_times.REPEATS)
+            for i, name in enumerate(self.names)
+        ]  # fmt: skip
+
+
+def test_a_model_is_run_one_step_ahead_and_its_launches_get_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = pytest.importorskip("compilerllm.kernels.triton.interpreted_backend")
+    write_artifact(tmp_path, (Bucket(2, 2, 2, 1),))
+    model = CudaModel.load(
+        tmp_path, IdentitySource(), backend=backend.InterpretedBackend(), options=CudaOptions(), sampler=GreedySampler
+    )  # fmt: skip
+    model.allocate(8, 2)
+    step = made_up_step(model, 2, 1, 3)
+    launches, kernels = model.launches_of(step)
+    names = [kernels[x.kernel].name for x in launches]
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: _Profiler(names))
+    ran: list[str] = []
+    enqueue = CudaModel.enqueue
+
+    def watched(self: CudaModel, *args: Any) -> Any:
+        ran.append("enqueue")
+        pending = enqueue(self, *args)
+
+        def result() -> Any:
+            ran.append("result")
+            return pending.result()
+
+        return SimpleNamespace(result=result)
+
+    monkeypatch.setattr(CudaModel, "enqueue", watched)
+    monkeypatch.setattr(gpu_times, "REPEATS", 3)
+    monkeypatch.setattr(gpu_times, "WARM_UP", 1)
+    times = gpu_times.time_step(model, step)
+    assert ran == ["enqueue", "result", "enqueue", "enqueue", "result", "enqueue", "result", "result"]
+    assert times.micros.tolist() == [2.0] * len(launches) and times.step == 10.0
+    assert times.idle == pytest.approx(10.0 - 2.0 * len(launches))
