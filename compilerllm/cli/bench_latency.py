@@ -105,7 +105,8 @@ def summary(
     """One line of the table. ``most`` sequences run at once: beyond them there is no step of the whole batch."""
     from compilerllm.benchmark import percentile
 
-    first = statistics.median(max(r.first) for r in runs)
+    firsts = [max(r.first) for r in runs]
+    first = statistics.median(firsts)
     steps = [(r.seconds - max(r.first)) / max(1, output - 1) for r in runs]
     step = statistics.median(steps)
     gaps = [gap for r in runs for gap in r.gaps]
@@ -113,6 +114,7 @@ def summary(
     return {
         "batch": batch,
         "first_token_ms": round(1e3 * first, 3),
+        "first_token_ms_all": [round(1e3 * f, 3) for f in firsts],
         "per_token_ms": round(1e3 * step, 4),
         "per_token_ms_all": [round(1e3 * s, 4) for s in steps],
         "p50_ms": round(1e3 * percentile(gaps, 50), 4),

@@ -10,6 +10,10 @@ from compilerllm.kernels.launch.memory_plan import Basis, Item, MemoryPlan
 from compilerllm.kernels.launch.packing import ParameterSpec, place_parameters
 from compilerllm.kernels.launch.sampling import empty_tables
 
+OBJECTS = "engine's objects"
+# Beyond base, weights, arena and sampled rows: 5 to 12 MiB with SmolLM2-135M on two cores (docs/memory.md).
+OBJECT_BYTES = 12 << 20
+
 
 def arena_bytes(plans: Iterable[Mapping[str, Any]]) -> int:
     """Of the manifest's plans: intermediate values of the largest bucket."""
@@ -34,6 +38,7 @@ def plan_process(
     """Every item but the KV blocks. rows: the most of a step; base: what the process takes with nothing loaded."""
     return MemoryPlan((
         Item(BASE, base, basis, note="the process with everything imported and nothing loaded", before=True),
+        Item(OBJECTS, OBJECT_BYTES, "estimated", note="manifest, scheduler, threads' stacks, what malloc keeps"),
         Item("weights", pages(place_parameters(parameters)[1]), flags=("--weights packed", "--dtype", "a smaller model")),
         Item("intermediate values", pages(arena + ARENA_MARGIN), flags=("--max-num-batched-tokens",),
              note="the largest bucket's arena"),
