@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 ALLOWED = 1.25  # times the reference's own error, over all logits
-ALLOWED_STEP = 1.6  # over the logits of one step: fewer numbers, so a noisier quotient
+ALLOWED_STEP = 2.0  # over the logits of one step: a decode has two rows, so the quotient is noisier
 ALLOWED_ROW = 4.0  # of one row, times the reference's worst row
 FLOOR = 2.0**-15  # of the root mean square of the exact result: sums in f32 in another order
 # One node alone, on the inputs that it had. A kernel may round a product of its own (attention's weights to bf16),
