@@ -52,8 +52,16 @@ class Limits:
     @staticmethod
     def of(config: EngineConfig, manifest: Mapping[str, Any]) -> "Limits":
         """Those of an engine with this configuration."""
-        longest = config.model.max_model_len or int(manifest["max_model_len"])
+        longest = int(manifest["max_model_len"])  # an engine refuses a longer one in its own words
+        longest = min(config.model.max_model_len or longest, longest)
         return Limits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, longest)
+
+
+def check_entries(place: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise ``ArtifactIncomplete`` for a manifest without what everybody reads in it."""
+    absent = [f"{name!r} in the manifest" for name in NEEDED if name not in manifest]
+    if absent:
+        raise _incomplete(place, absent)
 
 
 def check_limits(place: Path, manifest: Mapping[str, Any], wanted: Limits) -> None:
@@ -111,9 +119,7 @@ def check_coverage(folder: Path, manifest: Mapping[str, Any], limits: Limits) ->
 
     Raises ``ArtifactIncomplete`` naming what is missing, ``ArtifactTooSmall``.
     """
-    absent = [f"{name!r} in the manifest" for name in NEEDED if name not in manifest]
-    if absent:
-        raise _incomplete(folder, absent)
+    check_entries(folder, manifest)
     check_limits(folder, manifest, limits)
     buckets = [Bucket(**b) for b in manifest["buckets"]]
     needed = needed_buckets(buckets, limits)

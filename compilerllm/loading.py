@@ -45,9 +45,9 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
     place = None if made_up else locate(config.model.model)
     start = time.perf_counter()
     try:
+        needed = check_coverage(found.path, manifest, Limits.of(config, manifest))
         if config.start.artifact is not None and place is not None:
             check_model(manifest, place)
-        needed = check_coverage(found.path, manifest, Limits.of(config, manifest))
         picks = None if config.start.deterministic else cache_dir() / "picks"
         model = load_compiled(found.path, place, config.cache.memory_bytes, buckets=needed, picks=picks)
     except (KernelError, WeightError) as error:

@@ -15,7 +15,7 @@ from compilerllm.cache import explain_miss, is_usable
 from compilerllm.checkpoint import locate
 from compilerllm.compiler import CompileRequest, Found, OnStage, artifact_key, ensure_artifact
 from compilerllm.config import EngineConfig, flag_of
-from compilerllm.coverage import Limits, check_limits
+from compilerllm.coverage import Limits, check_entries, check_limits
 from compilerllm.errors import CompilerLLMError
 from compilerllm.kernels.launch.gpu.probe import find_gpu
 from compilerllm.kernels.launch.machine import host_features
@@ -73,6 +73,7 @@ def manifest_of(artifact: Path) -> dict[str, Any]:
     manifest = read_manifest(artifact)
     if manifest is None:
         raise ArtifactInvalid(f"{artifact} holds no finished artifact.")
+    check_entries(artifact, manifest)
     return manifest
 
 
@@ -104,9 +105,13 @@ def check_named(path: Path, manifest: Mapping[str, Any], config: EngineConfig) -
             f"{path} is built otherwise than is asked for: {'; '.join(differ)}. Leave the flags out, or build an artifact "
             "with them."
         )
-    wanted, built_for = Limits.of(config, manifest), Limits.built(manifest)
-    asked_for = {n: v for n, v in vars(wanted).items() if n in given}
-    check_limits(path, manifest, dataclasses.replace(built_for, **asked_for))
+    asked_for: dict[str, int] = {
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "max_model_len": config.model.max_model_len or 1,
+    }
+    limits = {n: v for n, v in asked_for.items() if n in given}
+    check_limits(path, manifest, dataclasses.replace(Limits.built(manifest), **limits))
 
 
 def check_here(path: Path, manifest: Mapping[str, Any]) -> None:

@@ -4,11 +4,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 VOCAB = 97
-LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
+LIMITS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     os.environ["COMPILERLLM_CACHE_DIR"] = str(root / "cache")
     try:
         model = save_model(root / "model")
-        artifact = build(CompileRequest(str(model), **LIMITS), model)  # type: ignore[arg-type]
+        artifact = build(CompileRequest(str(model), **LIMITS), model)
         write_bundle(root / "bundle", {artifact_target(artifact): artifact})
         yield Built(model, artifact, root / "bundle", root / "cache")
     finally:
