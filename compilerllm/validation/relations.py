@@ -13,6 +13,7 @@ from its own f32 run), and at least 4 of its units in the last place.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -100,29 +101,33 @@ class Same:
 
     def _compare(self, app: Application, name: str) -> Iterator[Difference]:
         before, after = isolate(app.before, name), isolate(app.after, name)
+        sides: dict[float, _Sides] = {}
         tried, refused = 0, ""
         for chosen in app.kinds:
             trial = make_trial(before, chosen, app.seed, poison=False)
             if trial is None or not self.wanted(app, trial):
                 continue
-            weights = Weights(before, app.seed, chosen.weights)
+            if chosen.weights not in sides:
+                sides[chosen.weights] = _Sides(before, after, Weights(before, app.seed, chosen.weights))
+            both = sides[chosen.weights]
             try:
-                want = Runner(before, weights).run(trial)
+                want = both.left.run(trial)
             except REFUSALS as why:
                 refused = f": {why}"
                 continue
             tried += 1
             poisoned = make_trial(before, chosen, app.seed) or trial
-            yield from self._one(name, before, after, weights, trial, poisoned, want)
+            yield from self._one(name, both, trial, poisoned, want)
         if not tried:
             raise CannotValidate(f"{app.entry.name}: no input of any kind runs through @{name}{refused}")
 
     def _one(
-        self, name: str, before: Module, after: Module, weights: Weights, trial: Trial, poisoned: Trial, want: Outcome
+        self, name: str, both: "_Sides", trial: Trial, poisoned: Trial, want: Outcome
     ) -> Iterator[Difference]:  # fmt: skip
         label = trial.kind.name
+        before, after, weights = both.before, both.after, both.weights
         try:
-            got = Runner(after, weights).run(poisoned)
+            got = both.right.run(poisoned)
         except REFUSALS as why:
             yield Difference(name, label, f"the rewritten graph does not run: {why}", float("inf"), 0.0,
                              *blame(before, after, weights, trial))  # fmt: skip
@@ -157,6 +162,23 @@ class Same:
                 )
 
 
+@dataclass
+class _Sides:
+    """Both graphs with their weights bound once, for all kinds of inputs that scale weights alike."""
+
+    before: Module
+    after: Module
+    weights: Weights
+
+    @cached_property
+    def left(self) -> Runner:
+        return Runner(self.before, self.weights)
+
+    @cached_property
+    def right(self) -> Runner:
+        return Runner(self.after, self.weights)
+
+
 class _Wide:
     """Both sides in f32, for what bits cannot decide."""
 
@@ -168,7 +190,10 @@ class _Wide:
         if not (can_widen(before) and can_widen(after)):
             return
         wide = wide_trial(trial)
-        want, got = (Runner(widen(m), weights).run(wide) for m in (before, after))
+        try:
+            want, got = (Runner(widen(m), weights).run(wide) for m in (before, after))
+        except REFUSALS:
+            return  # then the dtype's own budget decides
         left, right = outputs(trial, want.outputs, got.outputs)
         self.pairs = [
             (f"result {i}", a, b) for i, (a, b) in enumerate(_valid(before.main, trial, left, right))

@@ -25,7 +25,7 @@ from compilerllm.validation import interfaces
 from compilerllm.validation.errors import CannotValidate, RewriteInvalid
 from compilerllm.validation.inputs import KINDS, Kind, Trial
 from compilerllm.validation.relations import Application, Difference, Relation, Same
-from compilerllm.validation.running import one_thread
+from compilerllm.validation.running import REFUSALS, one_thread
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,13 @@ def validate_application(
     app = Application(entry, options or ASKED, before, after, kinds, seed)
     found: dict[tuple[str, str], Finding] = {}
     with one_thread():
-        for d in relation(app):
-            found.setdefault((d.function, d.kind), _finding(entry.name, d))
+        try:
+            for d in relation(app):
+                found.setdefault((d.function, d.kind), _finding(entry.name, d))
+        except CannotValidate:
+            raise
+        except REFUSALS as why:
+            found["main", ""] = Finding(entry.name, "main", f"the two graphs do not compare: {why}")
     return list(found.values())
 
 
