@@ -26,6 +26,7 @@ HOSTILE = (
     """</script><script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'"&amp;{{title}}"""
 )
 LAYERS = 3
+UNBROKEN = "a" * 160  # a name that offers no place to break a line
 _VIEWS = ("reshape", "permute", "slice", "step_field")
 
 
@@ -41,14 +42,16 @@ def make_report(decode: tuple[int, ...] = (1, 8, 64), layers: int = LAYERS, hidd
         of_bucket = prepare_bucket(flat, Bucket(tokens, rows, rows, query), trace.rewrites(flat, same))
 
     first = trace.runs[0]
-    miss = Miss("main", f'%y = rms_norm(%x, note="{HOSTILE}")', f"{HOSTILE} has other uses", f"m.{HOSTILE}")
+    miss = Miss(
+        "main", f'%y = rms_norm(%x, note="{HOSTILE}")', f"{HOSTILE} has other uses", f"m.{HOSTILE}.{UNBROKEN}"
+    )
     plain = [
         Miss("layer", f"%a_{i} = add(%x, %y)", f"%x_{i} has other uses", f"layers.{i}") for i in range(7)
     ]
     runs = (replace(first, misses=(miss, *plain)), *trace.runs[1:])
 
     nodes = _nodes(of_bucket)
-    nodes[0] = replace(nodes[0], path=f"model.{HOSTILE}", text=f"{nodes[0].text}  {HOSTILE}")
+    nodes[0] = replace(nodes[0], path=f"model.{HOSTILE}.{UNBROKEN}", text=f"{nodes[0].text}  {HOSTILE}")
     kernels = _kernels(nodes)
     picks = (
         Pick("linear", "K=32,M=8,N=64,dtype=bf16", {"BN": 64, "warps": 4}, "timed", 2.25, "", (
@@ -68,8 +71,9 @@ def make_report(decode: tuple[int, ...] = (1, 8, 64), layers: int = LAYERS, hidd
     for i, bucket in enumerate(buckets[: len(decode)]):
         buckets[i] = replace(bucket, sampling="sampling-greedy-64")
     buckets.append(BucketReport("sampling-greedy-64", "sampling", 64, 64, 64, 0, (64, 64, 64, 1), 4096, (launch,)))  # fmt: skip
+    texts = tuple(t.replace("model.embed_tokens", f"model.{UNBROKEN}") for t in trace.texts)
     return Report(
-        f"tiny {HOSTILE}", "ab12" * 16, "0.1.0", 2, "bf16", layers, MACHINE, tuple(trace.texts), runs, (*nodes, node),
+        f"tiny {HOSTILE}", "ab12" * 16, "0.1.0", 2, "bf16", layers, MACHINE, texts, runs, (*nodes, node),
         (*kernels, kernel), picks, tuple(buckets), (f"a note: {HOSTILE}",), {"capture": 1.25, "compile": 60.0},
     )  # fmt: skip
 

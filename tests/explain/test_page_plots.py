@@ -17,7 +17,8 @@ OVERLAPS = """(() => { const texts = [...document.querySelectorAll('TEXTS')].map
   const w = Math.min(p.right, q.right) - Math.max(p.left, q.left), h = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
   if (w > 1 && h > 3) found.push(`${a} / ${b}`); })); return found; })()"""
 OUTSIDE = """(() => { const width = document.documentElement.clientWidth; return [...document.querySelectorAll('main *, header *')]
-  .filter(e => !e.closest('svg') && !e.closest('.unseen') && e.getClientRects().length && e.getBoundingClientRect().right > width + 1)
+  .filter(e => !e.closest('svg') && !e.closest('.unseen') && e.getClientRects().length && (e.getBoundingClientRect().right > width + 1
+    || (e.clientWidth && e.scrollWidth > e.clientWidth + 1 && !e.matches('input, select') && getComputedStyle(e).textOverflow !== 'ellipsis')))
   .map(e => e.outerHTML.slice(0, 120)); })()"""
 
 

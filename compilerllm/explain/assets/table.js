@@ -46,7 +46,7 @@ class KernelTable {
     const flip = (by.text ? 1 : -1) * (down ? 1 : -1);
     kept.sort((a, b) => {
       const [x, y] = [by.of(a, this.model), by.of(b, this.model)];
-      return flip * (by.text ? x.localeCompare(y) : x - y) || a.launches[0] - b.launches[0];
+      return flip * (by.text ? x.localeCompare(y) : x - y);
     });
     this.drawHead(columns, by, down);
     this.columns = columns;
