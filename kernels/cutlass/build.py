@@ -4,6 +4,8 @@ The cache folder holds objects, libraries, and beside each library what it is ma
 missing, a library of the cache that was made elsewhere does too.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -11,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
@@ -191,13 +193,48 @@ def _object(name: str, source: str, suffix: str, folder: Path, cache_dir: Path) 
     kept = cache_dir / f"{object_key(source)}.o"
     if is_whole(kept):
         return kept
-    text, made = folder / f"{name}{suffix}", folder / f"{name}.o"
-    text.write_text(source)
-    # Relative names, and headers' folders under names of no machine: equal sources give equal objects anywhere.
+    made = folder / f"{name}.o"
+    # Headers' folders under names of no machine: with the source's place, equal sources give equal libraries anywhere.
     places = [f(path) for path in (*headers()[0], TEMPLATES) for f in (_include, _renamed)]
-    _run(name, [compiler()[0], *FLAGS, *places, "-c", text.name, "-o", made.name], folder)
+    with _place_of(object_key(source), folder) as place:
+        text = place / f"{name}{suffix}"
+        text.write_text(source)
+        _run(name, [compiler()[0], *FLAGS, *places, "-c", text.name, "-o", str(made)], place)
     keep(made, kept)
     return kept
+
+
+@contextlib.contextmanager
+def _place_of(key: str, otherwise: Path) -> Iterator[Path]:
+    """A folder whose path depends on the source alone: nvcc hashes a source's path into names that stay in the library.
+
+    One build at a time is in it. ``otherwise``, where the path is somebody else's: then only those names differ.
+    """
+    place = Path(tempfile.gettempdir()) / f"compilerllm-{key}"
+    while True:
+        with contextlib.suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+        try:
+            handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # the build before has just cleaned up
+            continue
+        except OSError:
+            yield otherwise
+            return
+        try:
+            if os.fstat(handle).st_uid != os.getuid():
+                yield otherwise
+                return
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if not (place.exists() and os.path.samestat(os.fstat(handle), place.stat())):
+                continue
+            try:
+                yield place
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
+            return
+        finally:
+            os.close(handle)
 
 
 def _include(path: Path) -> str:

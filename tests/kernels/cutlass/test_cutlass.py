@@ -102,7 +102,10 @@ def test_a_library_is_built_and_refuses_bad_calls(tmp_path: Path) -> None:
     except BuildFailed as e:
         pytest.skip(str(e))
     seen: list[tuple[int, int, str]] = []
-    made = CutlassLibrary(build.build_library([PLAIN], tmp_path, lambda *x: seen.append(x)))
+    library = build.build_library([PLAIN], tmp_path, lambda *x: seen.append(x))
+    elsewhere = build.build_library([PLAIN], tmp_path / "another" / "cache")
+    assert elsewhere.read_bytes() == library.read_bytes(), "equal bytes wherever it is built"
+    made = CutlassLibrary(library)
     assert made.names == (PLAIN.name,) and seen == [(1, 1, PLAIN.name)]
     for instance, k, groups, message in (
         (1, 64, 0, "no such instance"),
