@@ -66,7 +66,7 @@ COMPILER = (
     "compilerllm.passes",
     "compilerllm.validation",
 )
-RUNTIME = (*SERVING, "compilerllm.runtime", "compilerllm.loading")
+RUNTIME = (*SERVING, "compilerllm.runtime", "compilerllm.loading", "compilerllm.structured")
 ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.ir.errors": (),
     "compilerllm.ir.step": (),
@@ -109,6 +109,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compilerllm.runtime.messages": FACTS,
     "compilerllm.text": (*FACTS, "compilerllm.runtime.messages", "compilerllm.text"),
     "compilerllm.parsing": (*FACTS, "compilerllm.parsing"),
+    "compilerllm.structured": (
+        *FACTS,
+        "compilerllm.runtime.constraints",
+        "compilerllm.structured",
+        "compilerllm.text",
+    ),
     "compilerllm.server": (*RUNTIME, "compilerllm.parsing", "compilerllm.text", "compilerllm.server"),
     "compilerllm.compiled_cuda": SERVING,
     "compilerllm.cuda_program": SERVING,
@@ -153,6 +159,7 @@ SERVE_TIME = (
     "compilerllm.sampling_params",
     "compilerllm.server",
     "compilerllm.serving_artifact",
+    "compilerllm.structured",
     "compilerllm.targets",
     "compilerllm.text",
 )
