@@ -177,8 +177,11 @@ class CudaModel:
         self._ends = cycle([backend.mark() for _ in range(RING)])  # of steps that sample nothing
 
     def _sizes(self) -> ModelSizes:
+        program = ProgramSizes.of(self.program)
+        if self._picker.unknown:  # a candidate may want the library's workspace
+            program = replace(program, library=ProgramSizes.of(self._picker.whole).library)
         return ModelSizes(
-            ProgramSizes.of(self.program), None if self.sampling is None else ProgramSizes.of(self.sampling),
+            program, None if self.sampling is None else ProgramSizes.of(self.sampling),
             self.placement.nbytes, self.vocab_size, self._logits_dtype.itemsize, len(self.groups), self.max_model_len,
             code_bytes(self.manifest, self.program, self.sampling), self._uses_graphs, self.options.max_graph_tokens,
         )  # fmt: skip
@@ -285,6 +288,8 @@ class CudaModel:
             self.peak_bandwidth, self.peak_tflops,
         )  # fmt: skip
         self.program = self._picker.measure(bench)
+        for done in (loaded, self._loaded):
+            done.unload()
         self._loaded = backend.load(self.program, self.folder)
         backend.do(lambda: void(self._states.zero_()))
 

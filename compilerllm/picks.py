@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -168,18 +167,17 @@ def write_picks(
             {"family": choice.family, "problem": choice.problem, "config": choice.configs[candidate]}
             | ({"us": us} if us else {})
         )
-    part = ""
+    part = path.with_name(f".{path.name[:12]}-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:12]}-")
-        with os.fdopen(handle, "w") as file:
-            file.write(json.dumps({"format": _FORMAT, "choices": entries}, indent=1) + "\n")
-        os.replace(part, path)
+        part.write_text(json.dumps({"format": _FORMAT, "choices": entries}, indent=1) + "\n")
+        part.replace(path)
     except OSError as error:
         log.info(
             "Picks cannot be kept in %s (%s): the next start measures again.", path, error.strerror or error
         )
-        Path(part).unlink(missing_ok=True) if part else None
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def measure(

@@ -77,6 +77,9 @@ class InterpretedProgram:
         for kernel in program.kernels:
             check_kernel(kernel)
 
+    def unload(self) -> None:
+        """They are Python functions."""
+
     def bind(self, plan: Plan, addresses: Addresses) -> InterpretedPlan:
         """A plan with its addresses."""
         return InterpretedPlan(self._backend, self._program, plan, addresses)

@@ -72,6 +72,10 @@ class LoadedProgram(Protocol):
 
     def bind(self, plan: Plan, addresses: Addresses) -> BoundPlan: ...
 
+    def unload(self) -> None:
+        """Give the kernels' memory back. Nothing that was bound may run afterwards."""
+        ...
+
 
 class Backend(Protocol):
     """A device and its one stream. Sizes are bytes; ``what`` is the item of the memory plan that memory is for."""
@@ -238,6 +242,13 @@ class CudaProgram:
                 ) from error
             self._modules[key] = self._backend.driver.load(code, kernel.name, kernel.shared, what)
         return self._modules[key][1]
+
+    def unload(self) -> None:
+        """Wait for what runs, then give the kernels' memory back."""
+        self._backend.synchronize()
+        for module, _ in self._modules.values():
+            self._backend.driver.unload(module)
+        self._modules.clear()
 
     def bind(self, plan: Plan, addresses: Addresses) -> CudaPlan:
         """Pack a plan's launches. Raises ``ArtifactError`` where the plan and the kernels do not agree."""

@@ -188,6 +188,10 @@ class Driver:
             )
         return module, int(function)
 
+    def unload(self, module: Any) -> None:
+        """Give back a module's memory, once nothing runs of it any more."""
+        self.check(self.api.cuModuleUnload(module), "unloading a kernel")
+
     def launch_function(self) -> LaunchFunction:
         """``cuLaunchKernelEx`` on addresses: no checks, no conversions; releases the GIL."""
         call = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
