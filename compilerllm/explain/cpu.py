@@ -17,16 +17,17 @@ from compilerllm.kernels.cpu.select import select_layouts
 from compilerllm.kernels.cpu.target import find_target
 from compilerllm.passes.report import PassReport
 
-FEW_ROWS = 8  # up to so many rows a linear reads its weights about as fast as memory gives them
+FEW_ROWS = 4  # up to so many rows a linear is bound by reading and widening its weights
 _ATTENTION = ("paged_attention", "dense_attention")
-# What stages reach of two threads' read bandwidth and matrix peak, and what a stage costs that does next to nothing: a
-# barrier and a call.
+# What stages reach of the threads' read bandwidth and matrix peak, and what a stage costs that does next to nothing: a
+# barrier and a call. From minima of a hundred runs of SmolLM2, one thread, AVX-512; benchmarks/results has the AMX ones.
 SPEEDS = {
-    "linear, few rows": Speed(1.0, 0.85, 0.5, 0.0),
-    "linear, few rows, packed": Speed(1.0, 0.6, 0.3, 0.0),  # unpacking costs about as much as reading
-    "linear": Speed(1.0, 0.85, 0.5, 0.0),
-    "attention": Speed(1.0, 0.5, 0.2, 0.0),
-    "rows": Speed(0.5, 0.5, 0.02, 0.0),
+    "linear, few rows": Speed(0.5, 0.85, 0.33, 0.0),
+    "linear, few rows, Q4": Speed(0.5, 0.6, 0.33, 0.0),
+    "linear, few rows, Q8": Speed(0.5, 0.6, 0.16, 0.0),
+    "linear": Speed(0.5, 0.85, 0.85, 0.0),
+    "attention": Speed(0.5, 0.3, 0.6, 0.0),
+    "rows": Speed(0.4, 0.5, 0.06, 0.0),
     "host": Speed(20.0, 0.3, 0.05, 0.0),
 }
 
@@ -99,8 +100,8 @@ def _family(template: str, op: str) -> str:
 def _speed_of(kernel: Kernel, tokens: int) -> str:
     if kernel.family != "linear" or tokens > FEW_ROWS:
         return kernel.family
-    packed = str(kernel.config.get("weights", "")).startswith("Q")
-    return "linear, few rows, packed" if packed else "linear, few rows"
+    weights = str(kernel.config.get("weights", ""))[:2]
+    return f"linear, few rows, {weights}" if weights in ("Q4", "Q8") else "linear, few rows"
 
 
 def host_calls(manifest: dict[str, Any]) -> list[str]:
