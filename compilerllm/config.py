@@ -256,6 +256,30 @@ class StartConfig:
 
 
 @dataclass(frozen=True)
+class StructuredConfig:
+    """How outputs are held to a form that a request asks for."""
+
+    structured_outputs_backend: Literal["auto", "xgrammar", "guidance"] = _option(
+        "auto",
+        "Library that enforces JSON schemas, regular expressions and grammars: auto takes xgrammar where it is installed and "
+        "enforces all of a form, guidance (llguidance) otherwise.",
+    )
+    grammar_cache_bytes: int = _option(
+        256 << 20, "Memory for compiled grammars that are kept for later requests."
+    )
+
+    def __post_init__(self) -> None:
+        name = self.structured_outputs_backend
+        _require(
+            name in ("auto", "xgrammar", "guidance"),
+            "structured_outputs_backend",
+            name,
+            "auto, xgrammar or guidance",
+        )
+        _whole("grammar_cache_bytes", self.grammar_cache_bytes, MEBIBYTE)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything an engine process is told. given: names of the options that were asked for; others have their defaults.
     found: the artifact's folder, once a face has found or built it, so that an engine never has to.
@@ -265,6 +289,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     start: StartConfig = field(default_factory=StartConfig)
+    structured: StructuredConfig = field(default_factory=StructuredConfig)
     given: tuple[str, ...] = ()
     found: str = ""
 
@@ -300,16 +325,20 @@ class EngineConfig:
             CacheConfig(**parts["cache"]),
             SchedulerConfig(**parts["scheduler"]),
             StartConfig(**parts["start"]),
+            StructuredConfig(**parts["structured"]),
             asked,
         )
 
 
-Part = type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig] | type[StartConfig]
+Part = (
+    type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig] | type[StartConfig] | type[StructuredConfig]
+)
 CONFIG_PARTS: dict[str, Part] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "start": StartConfig,
+    "structured": StructuredConfig,
 }
 
 

@@ -68,6 +68,7 @@ class LLM:
         begin = time.perf_counter()
         from compilerllm.loading import load_engine_model, tokenizer_dir
         from compilerllm.runtime.engine import InProcessEngine
+        from compilerllm.runtime.grammars import make_grammars
         from compilerllm.serving_artifact import find_artifact, settle
 
         compile_watch.watch()
@@ -81,7 +82,14 @@ class LLM:
         tokenizer = open_tokenizer(tokenizer_dir(found.path))
         weights = time.perf_counter()
         longest = config.model.max_model_len
-        engine = InProcessEngine(loaded, config.scheduler, config.cache, max_model_len=longest, facts=facts)
+        engine = InProcessEngine(
+            loaded,
+            config.scheduler,
+            config.cache,
+            max_model_len=longest,
+            facts=facts,
+            grammars=make_grammars(facts, loaded.vocab_size, config.structured),
+        )
         self._begin(engine, tokenizer, loaded)
         ready = time.perf_counter()
         self.start_seconds |= {

@@ -75,7 +75,10 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
         card["opaque"] = opaque
     if cutlass := cutlass_line(manifest):
         card["cutlass"] = cutlass
-    return model, ModelFacts(model=config.model.display_name, target=manifest["target"], card=card)
+    tokenizer = str(tokenizer_dir(found.path)) if manifest["tokenizer"] else ""
+    return model, ModelFacts(
+        model=config.model.display_name, target=manifest["target"], card=card, tokenizer=tokenizer
+    )
 
 
 def load_compiled(

@@ -17,6 +17,7 @@ _TITLES = {
     "cache": "memory",
     "scheduler": "batching",
     "start": "which artifact",
+    "structured": "outputs that must have a form",
 }
 
 

@@ -42,12 +42,21 @@ class Constraint(Protocol):
         """Whether nothing may follow any more, so that the sequence ends with "stop"."""
         ...
 
+    @property
+    def broken(self) -> bool:
+        """Whether a token came that it does not allow: constraints that contradict each other leave nothing else."""
+        ...
+
 
 class GrammarCompiler(Protocol):
     """Makes constraints of forms that outputs must have, beside the step loop, and keeps what it has made."""
 
     def start(self, form: StructuredOutput) -> "Future[Callable[[], Constraint]]":
         """Begin to compile. The result makes a constraint for one sequence; an ``InvalidParameter`` names what is wrong."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads."""
         ...
 
 
@@ -93,7 +102,7 @@ def row_of(tokens: Tokens[int], vocab_size: int) -> "Words":
 class AllowedTokens:
     """Only these tokens, ever."""
 
-    follows, complete = False, False
+    follows = complete = broken = False
 
     def __init__(self, tokens: Tokens[int]) -> None:
         self._tokens, self._row = tokens, np.zeros(0, np.uint32)
@@ -110,7 +119,8 @@ class AllowedTokens:
 class BadWords:
     """No output holds any of these token sequences: the last token of one is forbidden behind the others of it."""
 
-    follows, complete = True, False
+    follows = True
+    complete = broken = False
 
     def __init__(self, words: Tokens[Tokens[int]]) -> None:
         self._words = [tuple(word) for word in words]
@@ -134,7 +144,8 @@ class ThinkingBudget:
     A thought begins with the tokens ``start`` (or with the output, if the prompt has begun one) and ends with ``end``.
     """
 
-    follows, complete = True, False
+    follows = True
+    complete = broken = False
 
     def __init__(self, budget: int, start: Tokens[int], end: Tokens[int], *, thinking: bool) -> None:
         self._budget, self._start, self._end = budget, list(start), list(end)

@@ -177,6 +177,8 @@ class InProcessEngine:
             self._discard()
         if self._worker is not None:
             self._worker.shutdown()
+        if self._grammars is not None:
+            self._grammars.close()
 
     # -- the loop -------------------------------------------------------------------------------------------------
 

@@ -91,6 +91,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     target: str
     card: dict[str, str] = {}  # label -> text, in print order; the engine adds the lines about KV blocks
+    tokenizer: str = ""  # folder of the tokenizer, for grammars; "" where there is none
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

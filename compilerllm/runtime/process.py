@@ -26,6 +26,7 @@ from compilerllm.config import EngineConfig
 from compilerllm.errors import OUT_OF_MEMORY, CompilerLLMError
 from compilerllm.ir.step import Executable
 from compilerllm.runtime.engine import InProcessEngine
+from compilerllm.runtime.grammars import make_grammars
 from compilerllm.runtime.messages import Batch, Delta, Failed, Inbound, ModelFacts, Request
 
 HEARTBEAT_SECONDS = 1.0
@@ -91,7 +92,12 @@ def load(start: Start) -> InProcessEngine:
     model, facts = factory(start.config)
     config = start.config
     return InProcessEngine(
-        model, config.scheduler, config.cache, max_model_len=config.model.max_model_len, facts=facts
+        model,
+        config.scheduler,
+        config.cache,
+        max_model_len=config.model.max_model_len,
+        facts=facts,
+        grammars=make_grammars(facts, model.vocab_size, config.structured),
     )
 
 

@@ -105,8 +105,15 @@ class Sequence:
             if token in self.params.stop_token_ids:
                 self.stop_reason = token
             return "stop"
-        if self.constraints and any(c.complete for c in self.constraints):
-            return "stop"
+        if self.constraints:
+            if any(c.broken for c in self.constraints):
+                self.error = (
+                    "No token may come next: the form of the output and the request's other limits on tokens "
+                    "(min_tokens, logit_bias, allowed_token_ids, bad_words) contradict each other."
+                )
+                return "error"
+            if any(c.complete for c in self.constraints):
+                return "stop"
         rule = self.params.repetition_detection
         if rule is not None and repeats(self.tokens[self.num_prompt :], rule):
             return "repetition"

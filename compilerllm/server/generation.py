@@ -55,6 +55,7 @@ class Generation:
     ) -> None:
         self.id = uuid.uuid4().hex
         self.plan = plan
+        self._first: list[tuple[int, TextDelta]] = []
         self.prompt_scores: dict[
             int, list[TokenLogprobs]
         ] = {}  # by choice: of the prompt from its second token on
@@ -100,11 +101,18 @@ class Generation:
         """The prompt that a choice continues."""
         return self.plan.prompts[index // self.plan.params[0].n]
 
+    async def begin(self) -> None:
+        """Wait for the first tokens, so that what the engine refuses is known before an answer is begun."""
+        self._first = await self.read()
+
     async def read(self) -> list[tuple[int, TextDelta]]:
         """(choice index, what was added) for all that came since the last call; empty at the end or after ``close``.
 
         Raises ``GenerationFailed`` if the engine ended a sequence with an error; the others are aborted.
         """
+        if self._first:
+            first, self._first = self._first, []
+            return first
         deltas = await self.feed.read()
         now = time.monotonic()
         added = []

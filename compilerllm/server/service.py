@@ -93,6 +93,8 @@ class Service:
             body = await read_body(request, self.config.max_body_bytes)
             asked, plan = await self.in_thread(read, body)
             generation = Generation(plan, self.streams, self.tokenizer, self.metrics, arrived)
+            if plan.params[0].structured is not None:  # whose form may be refused when it is compiled
+                await generation.begin()
             shaped = shape(asked, generation)
             if streams(asked):
                 return EventStream(generation, shaped.stream())

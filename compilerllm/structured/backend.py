@@ -70,9 +70,9 @@ class Grammar:
         words &= row
 
     def accept(self, token: int) -> None:
-        if not self.complete and not self._matcher.accept(token):
-            self.broken = True
+        if not self.complete:
+            self.broken = not self._matcher.accept(token)
 
     @property
     def complete(self) -> bool:
-        return self.broken or self._matcher.ended or (not self._may_end and self._matcher.whole)
+        return self._matcher.ended or (not self._may_end and self._matcher.whole)

@@ -1,5 +1,6 @@
 """Forms to grammars, beside the step loop: in threads of their own, with what was made kept within a bound of memory."""
 
+import importlib.util
 import json
 import threading
 from collections import OrderedDict
@@ -115,7 +116,10 @@ class Grammars:
 
     def _compile(self, form: StructuredOutput) -> Compiled:
         checked, plain = check_form(form)
-        if self._backend == "guidance" or (self._backend == "auto" and not plain):
+        wanted = self._backend
+        if wanted == "auto":
+            wanted = "xgrammar" if plain and importlib.util.find_spec("xgrammar") else "guidance"
+        if wanted == "guidance":
             return self._guidance.compile(checked)
         if not plain:
             raise InvalidForm(

@@ -133,10 +133,14 @@ def tag_format(text: str) -> str:
         return text
     tags, triggers = read_tags(text)
     formats = [
-        {"begin": t.begin, "content": {"type": "json_schema", "json_schema": t.schema}, "end": t.end} for t in tags
+        {"begin": t.begin, "content": {"type": "json_schema", "json_schema": t.schema}, "end": t.end}
+        for t in tags
     ]
     return json.dumps(
-        {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": triggers, "tags": formats}}
+        {
+            "type": "structural_tag",
+            "format": {"type": "triggered_tags", "triggers": triggers, "tags": formats},
+        }
     )
 
 

@@ -240,7 +240,7 @@ def test_repetition_ends_an_output() -> None:
 class Odd:
     """Tokens of one parity in turn, four of them."""
 
-    follows = True
+    follows, broken = True, False
 
     def __init__(self) -> None:
         self.count = 0
@@ -266,6 +266,9 @@ class SlowGrammars:
     def start(self, form: StructuredOutput) -> "Future[Callable[[], Any]]":
         self.started.append((form, Future()))
         return self.started[-1][1]
+
+    def close(self) -> None:
+        pass
 
     def finish(self) -> None:
         for form, future in self.started:
