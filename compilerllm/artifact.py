@@ -77,6 +77,15 @@ def read_manifest(folder: Path, verify: bool = True) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
+        return _read_manifest(folder, path, verify)
+    except ArtifactInvalid:
+        if not path.exists():  # it was collected while it was read
+            return None
+        raise
+
+
+def _read_manifest(folder: Path, path: Path, verify: bool) -> dict[str, Any]:
+    try:
         manifest = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ArtifactInvalid(f"{path} cannot be read ({error}). {_remedy(folder)}") from error

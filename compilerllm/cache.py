@@ -155,8 +155,6 @@ def discard(path: Path) -> None:
     """Take a damaged artifact out of the cache. Raises ``CacheUnusable`` where it cannot be."""
     try:
         _remove(path)
-    except FileNotFoundError:  # somebody else found it damaged too
-        return
     except OSError as error:
         raise CacheUnusable(
             f"{path} is damaged, and cannot be removed: {error.strerror or error}. Make the cache writable, or set "
@@ -167,7 +165,10 @@ def discard(path: Path) -> None:
 def _remove(path: Path) -> None:
     """Out of sight in one step, then file by file."""
     aside = path.with_name(f"{_REMOVED}{uuid.uuid4().hex[:12]}")
-    path.rename(aside)
+    try:
+        path.rename(aside)
+    except FileNotFoundError:  # somebody else was faster
+        return
     shutil.rmtree(aside, ignore_errors=True)
     log_path(path).unlink(missing_ok=True)
 

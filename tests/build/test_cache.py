@@ -1,5 +1,6 @@
 """The cache as a store: parallel writers, killed ones, full disks, damage, artifacts in use; what a miss is told."""
 
+import contextlib
 import multiprocessing
 import os
 import subprocess
@@ -50,7 +51,8 @@ def add(used: float = 0, **changed: Any) -> Path:
         write_artifact(folder, str(fields["target"]), key={"digest": place.name, "fields": fields})
     write_log(place, {"model": "tiny", "seconds": {}})
     then = time.time() - used
-    os.utime(place, (then, then))
+    with contextlib.suppress(FileNotFoundError):  # collected already
+        os.utime(place, (then, then))
     return place
 
 
