@@ -21,7 +21,7 @@ DEV := $(STAMPS)/dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check lint lines tree format bench clean
+.PHONY: help demo test test-slow mutation check lint lines tree format bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test: $(DEV) ## Run the tests, real models included; the slow ones are left out
 
 test-slow: $(DEV) ## Run the slow tests alone
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+mutation: $(DEV) ## Put mutants into passes and kernels: does validation catch them? (ARGS="--files norm": a part)
+	$(BIN)/python -m compilerllm.validation.mutate $(ARGS)
 
 check: lint lines ## Formatting, lint, types, lines a file
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from compilerllm.validation.mutants import Edit, Mutant, shortened, text_of
+from compilerllm.validation.reach import block_name
 
 _TOKEN = re.compile(
     r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|[A-Za-z_][\w:]*|\d[\w.]*(?:e-?\d+f?)?|<<=|>>=|<=|>=|==|!=|&&|\|\||[-+*/&|]=|\+\+|--|->|::|\S",
@@ -173,7 +174,6 @@ def cpp_mutants(path: str) -> list[Mutant]:
 def _function(lines: list[str], line: int) -> str:
     """The name of the function that a line is in: of the last line before it that begins in the first column."""
     for at in range(line, -1, -1):
-        if lines[at] and not lines[at].startswith((" ", "}", "#", "//", "template")):
-            found = re.search(r"(\w+)\s*[({]", lines[at])
-            return found[1] if found else lines[at].split()[-1]
+        if lines[at] and not lines[at].startswith((" ", "}", "#", "//", "template", "namespace")):
+            return block_name(lines[at])
     return ""

@@ -120,10 +120,11 @@ def torch_products() -> Iterator[None]:
     """CUTLASS's grouped products run in torch."""
     from compilerllm.kernels.triton import interpret
 
-    name, kept = "cutlass_grouped_gemm", interpret._ON_CPU
+    name = "cutlass_grouped_gemm"
+    kept = interpret._ON_CPU
     maker = libraries.MAKERS.get(name)
     libraries.MAKERS[name] = grouped_product
-    interpret._ON_CPU = (*kept, name)
+    setattr(interpret, "_ON_CPU", (*kept, name))  # noqa: B010 - a tuple of two names there
     try:
         yield
     finally:
@@ -356,7 +357,7 @@ def run_cpu(case: KernelCase, folder: Path) -> list[KernelFinding]:
     try:
         machine = cpu_machine(case, folder)
         templates = machine.kernels
-        errors = []
+        errors = list[str]()
         for number, (step, inputs) in enumerate(prepared.runs):
             dims = {"T": case.tokens}
             if step is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from compilerllm.ir.dims import substitute
 from compilerllm.ir.graph import Module
 from compilerllm.ir.step import Bucket, StepInputs
-from compilerllm.ir.types import StateType
+from compilerllm.ir.types import StateType, StepType
 from compilerllm.kernels.cutlass.supply import NONE, Supply
 from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.gpu.program import META, Addresses, Plan, Program, StepLayout, arguments
@@ -109,13 +109,15 @@ class InterpretedMachine:
             for v in self.module.main.outputs
         ]
 
+        places = [i for i, v in enumerate(self.module.main.inputs) if not isinstance(v.type, StepType)]
+
         def addresses(place: Callable[[Tensor], int]) -> Addresses:
             tables = {"last_token": place(self.last_token)}
             return _Results(
                 Addresses(
                     params={n: place(p) for n, p in self.params.items()},
                     states={n: place(s) for n, s in self.states.items()},
-                    tables=tables | {f"input_{i}": place(t) for i, t in enumerate(given)},
+                    tables=tables | {f"input_{i}": place(t) for i, t in zip(places, given, strict=True)},
                     arena=place(self.arena), counters=place(self.counters), step_base=place(block), step=layout.offsets,
                 ),
                 [place(o.tensor) for o in self.outputs],

@@ -52,7 +52,7 @@ def text_of(path: str) -> str:
 
 
 Found = tuple[ast.AST, str, str]  # what is replaced, the operator, the new text
-_NAMES = frozenset(("name", "origin", "by", "merge", "touched"))
+_NAMES = frozenset(("name", "origin", "by", "merge", "touched", "strict"))
 _DTYPES = {"f32": "bf16", "bf16": "f32", "i32": "i64", "i64": "i32"}
 _FLIP: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in",
@@ -182,16 +182,16 @@ def pass_edits(s: _Source, node: ast.AST) -> Iterator[Found]:
             yield node, "drop a term", s.of(right)
         case ast.BinOp(left=left, op=ast.Sub() | ast.FloorDiv() | ast.Mod(), right=right):
             yield node, "swap operands", f"({s.of(right)} {_symbol(node.op)} {s.of(left)})"
-        case ast.AugAssign() | ast.Expr(value=ast.Call()) if not isinstance(node, ast.Expr) or _called(
-            node.value
-        ) in ("set", "append", "update"):  # type: ignore[arg-type]
+        case ast.AugAssign():
+            yield node, "delete a statement", "pass"
+        case ast.Expr(value=ast.Call() as call) if _called(call) in ("set", "append", "update"):
             yield node, "delete a statement", "pass"
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield node, "negate a condition", s.of(operand)
 
 
 def _symbol(op: ast.operator) -> str:
-    return {ast.Sub: "-", ast.FloorDiv: "//", ast.Mod: "%", ast.Div: "/"}[type(op)]  # type: ignore[index]
+    return {ast.Sub: "-", ast.FloorDiv: "//", ast.Mod: "%", ast.Div: "/"}[type(op)]
 
 
 # -- operators over Triton templates -----------------------------------------------------------------------------------
@@ -299,6 +299,10 @@ def _skipped(s: _Source, triton: bool) -> set[ast.AST]:
             name = _called(node)
             if name in ("miss", "touched", "refuse", "cast", "merge") or (triton and name in _NOTHING):
                 skip(node)
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            skipped.update(node.comparators)  # the order of what something is looked for in
+        if isinstance(node, ast.AugAssign) and "report." in s.of(node.target):
+            skip(node)
         if isinstance(node, ast.keyword) and (node.arg in _NAMES or node.arg in _LAUNCH):
             skip(node)
         if triton and isinstance(node, ast.If) and "PDL" in s.of(node.test):
@@ -336,17 +340,8 @@ def python_mutants(path: str, edits: Operators, triton: bool = False) -> list[Mu
                 ast.parse(text[:a] + new + text[b:])
             except SyntaxError:
                 continue
-            made.append(
-                Mutant(
-                    path,
-                    target.lineno,
-                    operator,
-                    owners.get(node, ""),
-                    shortened(old),
-                    shortened(new),
-                    Edit(a, b, new),
-                )  # type: ignore[attr-defined]
-            )
+            line, where = text.count("\n", 0, a) + 1, owners.get(node, "")
+            made.append(Mutant(path, line, operator, where, shortened(old), shortened(new), Edit(a, b, new)))
     return list({m.edit: m for m in made}.values())
 
 

@@ -9,6 +9,7 @@ graph for every module of the corpus, the same machine code for every case.
 import argparse
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -33,11 +34,12 @@ from compilerllm.validation.trying import (
     Verdict,
 )
 
-LIMIT_S = 240.0  # of one mutant: kernels that never end are caught
+LIMIT_S = 120  # of processor time for one mutant: kernels that never end are caught
+WAIT_S = 1800.0  # and of time at all, for those that wait for each other
 # Files beside the passes and templates that hold no rewrite and no arithmetic of a kernel.
 NO_PASS = frozenset(("__init__", "errors", "report", "pipeline", "plan_memory", "servable"))
 NO_TEMPLATE = frozenset(("__init__", "program", "runtime", "team", "stamp", "ahead"))
-PER_FILE = {PASSES: 4, TEMPLATES: 4, CSRC: 3}
+PER_FILE = {PASSES: 4, TEMPLATES: 3, CSRC: 2}
 
 
 def files() -> list[str]:
@@ -75,7 +77,6 @@ class Trials:
         folders = {folder_of(p) for p in paths}
         self.corpus: Any = None
         self.units: list[Any] = []
-        self.slow: dict[str, float] = {}
         if PASSES in folders:
             from compilerllm.validation.trying import pass_corpus
 
@@ -88,22 +89,23 @@ class Trials:
 
             for case in cases():
                 prepare_case(case)
-            self.titles = in_child(_files_of_units, LIMIT_S)
+            self.titles = in_child(_functions_of_units)
 
     def ordered(self, mutant: Mutant) -> list[Any]:
-        """Units whose kernels a template is part of: those it is directly behind first, quick ones before slow ones."""
+        """Units whose kernels call the edited function, those that call little else first."""
         from compilerllm.validation.kernel_cases import CPU, CUDA, cases
         from compilerllm.validation.sampling import SAMPLING
         from compilerllm.validation.units import Unit
 
         target = CPU if folder_of(mutant.path) == CSRC else CUDA
-        stem = Path(mutant.path).stem
+        name = mutant.where if target == CPU else f"{Path(mutant.path).stem}.{mutant.where}"
         found = []
-        for case in (*cases(), *SAMPLING):
+        every: list[Any] = [*cases(), *SAMPLING]
+        for case in every:
             entry = self.titles.get(f"{target} {case.title}")
-            if entry and stem in entry["files"]:
-                found.append(Unit(case, target, frozenset(entry["files"]), frozenset(entry["own"])))
-        return sorted(found, key=lambda u: (stem not in u.own, self.slow.get(u.title, 0.0)))
+            if entry and name in entry:
+                found.append(Unit(case, target, frozenset(entry)))
+        return sorted(found, key=lambda u: len(u.functions))
 
     def attempt(self, mutant: Mutant) -> tuple[str, str]:
         """Within a child."""
@@ -114,16 +116,16 @@ class Trials:
             if folder_of(mutant.path) == PASSES:
                 return trying.try_pass(mutant, self.corpus, folder)
             units = self.ordered(mutant)
-            if not units:
-                return SURVIVED, "no case has a kernel that this file is part of"
+            if not units and folder_of(mutant.path) != CSRC:
+                return SURVIVED, f"no case has a kernel that {mutant.where} is part of"
             run = trying.try_cpp if folder_of(mutant.path) == CSRC else trying.try_triton
             return run(mutant, units, folder)
 
 
-def _files_of_units() -> dict[str, dict[str, list[str]]]:
+def _functions_of_units() -> dict[str, list[str]]:
     from compilerllm.validation.units import all_units
 
-    return {u.title: {"files": sorted(u.files), "own": sorted(u.own)} for u in all_units()}
+    return {u.title: sorted(u.functions) for u in all_units()}
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -132,13 +134,16 @@ def _files_of_units() -> dict[str, dict[str, list[str]]]:
 class Child:
     """A fork that runs ``work`` and writes its result as JSON."""
 
-    def __init__(self, work: Any, limit: float) -> None:
+    def __init__(self, work: Any, limit: int = 0) -> None:
+        """limit: of processor time, in seconds; 0 for none."""
         read, write = os.pipe()
-        self.started, self.limit = time.monotonic(), limit
+        self.started = time.monotonic()
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(read)
+            if limit:
+                resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
@@ -171,12 +176,12 @@ class Child:
 
     @property
     def late(self) -> bool:
-        return time.monotonic() - self.started > self.limit
+        return time.monotonic() - self.started > WAIT_S
 
 
-def in_child(work: Any, limit: float) -> Any:
+def in_child(work: Any) -> Any:
     """``work()`` in a fork."""
-    child = Child(work, limit)
+    child = Child(work)
     while not child.read():
         pass
     return child.result()
@@ -200,7 +205,7 @@ def try_all(trials: Trials, mutants: Sequence[Mutant], jobs: int) -> Iterator[Ve
                 del running[pipe]
                 os.close(pipe)
                 os.waitpid(child.pid, 0)
-                yield Verdict(mutant, CAUGHT, f"did not end within {LIMIT_S:.0f} s", LIMIT_S)
+                yield Verdict(mutant, CAUGHT, f"did not end within {WAIT_S:.0f} s", WAIT_S)
 
 
 def _verdict(mutant: Mutant, child: Child) -> Verdict:
@@ -233,6 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="which mutants are drawn")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--output", type=Path, help="also write the report here, as Markdown")
+    parser.add_argument(
+        "--log", type=Path, help="append every verdict to this file as it comes, a line of JSON each"
+    )
     parser.add_argument("--list", action="store_true", help="list the mutants and try none")
     given = parser.parse_args(arguments)
     paths = [p for p in files() if not given.files or any(part in p for part in given.files.split(","))]
@@ -249,6 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for verdict in try_all(trials, mutants, max(1, given.jobs)):
             verdicts.append(verdict)
             bar.tell(verdict)
+            if given.log is not None:
+                with given.log.open("a") as log:
+                    log.write(json.dumps(verdict.to_json()) + "\n")
     order = {m: i for i, m in enumerate(mutants)}
     verdicts.sort(key=lambda v: order[v.mutant])
     text = report(verdicts, given.seed, time.monotonic() - started)

@@ -182,6 +182,14 @@ def _on_cpu(case: SamplingCase, folder: Path) -> Sampling:
     )
 
 
+def sampling_templates(case: SamplingCase) -> list[str]:
+    """Templates of the case's CUDA program: all of them, but for what only penalties, biases, masks and scores ask for."""
+    full = any(r.bias or r.logprobs or r.penalties or r.masked for r in case.rounds)
+    draft, _ = draft_sampling(case.vocab, (2, MOST_ROWS), find_cuda_target("sm_90"))
+    found = [s.template for s in draft.sources()]
+    return [t for t in found if full or t.startswith("sampling:")]
+
+
 def _on_cuda(case: SamplingCase) -> Sampling:
     backend, vocab = InterpretedBackend(), case.vocab
     program = finish_sampling(*draft_sampling(vocab, (2, MOST_ROWS), find_cuda_target("sm_90")))

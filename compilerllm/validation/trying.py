@@ -7,6 +7,7 @@ kernel template on the cases whose kernels are made from it.
 import importlib.abc
 import importlib.util
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -126,7 +127,8 @@ def try_pass(mutant: Mutant, corpus: PassCorpus, folder: Path) -> tuple[str, str
     replace_modules(mutant, folder, [module], ["compilerllm.passes.", "compilerllm.validation."])
     try:
         from compilerllm.validation.attributes import unconsumed
-        from compilerllm.validation.rewrites import ASKED, every_pass, validate_pass
+        from compilerllm.validation.promises import broken
+        from compilerllm.validation.rewrites import ASKED, bucket_of, every_pass, validate_pass
 
         known = every_pass()
     except Exception as error:  # noqa: BLE001 - the edit does not import
@@ -134,18 +136,20 @@ def try_pass(mutant: Mutant, corpus: PassCorpus, folder: Path) -> tuple[str, str
     from compilerllm.ir.text import print_module
 
     entries = corpus.of(passes_in(mutant.path, frozenset(known)))
-    changed, fired, fires = [], False, False
+    changed, given_up = [], list[str]()
     for title, graph, name in entries:
         try:
             text = result_of(lambda n=name, m=graph: known[n].run(m, ASKED)[0])  # type: ignore[misc]
         except Exception as error:  # noqa: BLE001 - whatever a wrong pass stumbles over
             return CAUGHT, f"{title}: the pass fails: {type(error).__name__}: {error}"
-        fired |= corpus.fires(title, name, graph)
-        fires |= text != print_module(graph)
+        if text == print_module(graph) and corpus.fires(title, name, graph):
+            given_up.append(title)
         if text != corpus.made[title, name]:
             changed.append((title, graph, name))
-    if fired and not fires:
-        return CAUGHT, "the pass matches nowhere in the corpus any more"
+            if "\n" in text and (
+                why := next(broken(name, graph, known[name].run(graph, ASKED)[0], bucket_of(ASKED)), "")
+            ):
+                return CAUGHT, f"{title}: {why}"
     for title, graph, name in changed:
         if found := validate_pass(known[name], graph, thorough=False):
             return CAUGHT, f"{title}: {found[0]}"
@@ -153,6 +157,8 @@ def try_pass(mutant: Mutant, corpus: PassCorpus, folder: Path) -> tuple[str, str
         small = title.startswith(f"{name}/")  # a case of the pass, not a whole model
         if small and corpus.fires(title, name, graph) and (found := unconsumed(known[name], graph, ASKED)):
             return CAUGHT, f"{title}: {found[0]}"
+    if given_up:
+        return CAUGHT, f"{given_up[0]} is in the corpus because the pass rewrites it, and no longer is"
     if not changed:
         return SAME, "every module of the corpus is rewritten as before"
     return (
@@ -175,6 +181,29 @@ def try_triton(mutant: Mutant, units: Sequence[Any], folder: Path) -> tuple[str,
     return SURVIVED, f"{len(units)} cases find nothing"
 
 
+def _preprocessed(mutant: Mutant, folder: Path) -> str:
+    """The edited file's own lines as the compiler of this machine's target sees them."""
+    from compilerllm.kernels.cpu.build import compiler
+    from compilerllm.kernels.cpu.target import host_target
+
+    name = Path(mutant.path).name
+    command = [*compiler()[0], *host_target().compile_flags, "-x", "c++", "-E", name]
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+    own, kept = False, []
+    for line in found.splitlines():
+        if line.startswith("# "):
+            own = f'"{name}"' in line
+        elif own:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _unseen(mutant: Mutant, overlay: Path) -> tuple[str, str]:
+    if _preprocessed(mutant, overlay) == _preprocessed(mutant, ROOT / CSRC):
+        return SAME, "this machine's target leaves the line out"
+    return SURVIVED, f"no case has a kernel that {mutant.where} is part of"
+
+
 def try_cpp(mutant: Mutant, units: Sequence[Any], folder: Path) -> tuple[str, str]:
     """Status and how, over ``units`` in their order, built from a copy of the templates."""
     from compilerllm.kernels.cpu import build
@@ -182,6 +211,10 @@ def try_cpp(mutant: Mutant, units: Sequence[Any], folder: Path) -> tuple[str, st
     overlay = folder / "csrc"
     shutil.copytree(ROOT / CSRC, overlay)
     (overlay / Path(mutant.path).name).write_text(mutant.source())
+    if not units:
+        return _unseen(mutant, overlay)
+    if _preprocessed(mutant, overlay) == _preprocessed(mutant, ROOT / CSRC):
+        return SAME, "this machine's target leaves the line out"
     build.SOURCE_DIR = overlay
     build.templates_hash.cache_clear()
     for unit in units:

@@ -1,12 +1,9 @@
-"""What kernel templates are validated with, as units: a case on one target, and the template files its kernels are made of."""
+"""What kernel templates are validated with, as units: a case on one target, and the templates' functions behind it."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from compilerllm.kernels.cpu.build import SOURCE_DIR
 from compilerllm.validation.kernel_cases import CPU, CUDA, KernelCase, cases
 from compilerllm.validation.kernels import (
     KernelFinding,
@@ -17,17 +14,20 @@ from compilerllm.validation.kernels import (
     run_cuda,
     torch_products,
 )
-from compilerllm.validation.sampling import SAMPLING, SamplingCase, run_sampling
+from compilerllm.validation.reach import cpp_names, triton_functions
+from compilerllm.validation.sampling import SAMPLING, SamplingCase, run_sampling, sampling_templates
+
+# What packs weights and serves every program, called from the host.
+_HOST = "pack_rows packed_bytes kv_block_bytes"
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A case on a target. files: template files behind it, by stem; own: those that its kernels are directly in."""
+    """A case on a target. functions: "module.function" of Triton's templates, or names in the C++ ones."""
 
     case: KernelCase | SamplingCase
     target: str
-    files: frozenset[str]
-    own: frozenset[str]
+    functions: frozenset[str]
 
     @property
     def title(self) -> str:
@@ -42,68 +42,23 @@ class Unit:
 
 def units(target: str) -> Iterator[Unit]:
     """All of a target. Templates are imported on the way."""
-    for case in (*cases(), *SAMPLING):
-        if target not in case.targets:
-            continue
-        own = frozenset(_cuda_files(case) if target == CUDA else _cpu_files(case))
-        files = frozenset(
-            f for stem in own for f in (_triton_closure(stem) if target == CUDA else _includes(stem))
-        )
-        yield Unit(case, target, files, own)
+    every: list[KernelCase | SamplingCase] = [*cases(), *SAMPLING]
+    for case in every:
+        if target in case.targets:
+            yield Unit(case, target, _cuda(case) if target == CUDA else _cpu(case))
 
 
-def _cuda_files(case: KernelCase | SamplingCase) -> Iterator[str]:
+def _cuda(case: KernelCase | SamplingCase) -> frozenset[str]:
     if isinstance(case, SamplingCase):
-        yield from ("sampling", "penalties", "logprobs")
-        return
-    with narrowed(case.limits), torch_products():
-        for kernel in cuda_machine(case).program.kernels:
-            stem = kernel.template.partition(":")[0]
-            if stem.startswith("generated_"):
-                yield from _triton_imports(stem)
-            elif stem != "library":
-                yield stem
+        templates = sampling_templates(case)
+    else:
+        with narrowed(case.limits), torch_products():
+            templates = [k.template for k in cuda_machine(case).program.kernels]
+    return frozenset(f for t in templates if not t.startswith("library") for f in triton_functions(t))
 
 
-def _cpu_files(case: KernelCase | SamplingCase) -> Iterator[str]:
-    if isinstance(case, SamplingCase):
-        yield from ("sample", "sampler")
-        return
-    yield from (Path(h).stem for h in cpu_program(case).headers)
-    yield "pack"  # the loader's, of every program
-
-
-@cache
-def _triton_imports(stem: str) -> tuple[str, ...]:
-    from compilerllm.kernels.triton.source import _IMPORT, source_text
-
-    return tuple(_IMPORT.findall(source_text(stem).partition("\0")[0]))
-
-
-@cache
-def _triton_closure(stem: str) -> frozenset[str]:
-    found, wanted = set[str](), [stem]
-    while wanted:
-        name = wanted.pop()
-        if name not in found:
-            found.add(name)
-            wanted += _triton_imports(name)
-    return frozenset(found)
-
-
-@cache
-def _includes(stem: str) -> frozenset[str]:
-    """A header and all that it includes."""
-    found, wanted = set[str](), [stem]
-    while wanted:
-        name = wanted.pop()
-        if name in found:
-            continue
-        found.add(name)
-        for file in (SOURCE_DIR / f"{name}.h", SOURCE_DIR / f"{name}.cpp"):
-            if file.exists():
-                wanted += re.findall(r'^#include "(\w+)\.h"', file.read_text(), re.M)
-    return frozenset(found)
+def _cpu(case: KernelCase | SamplingCase) -> frozenset[str]:
+    return cpp_names("cllm_sample" if isinstance(case, SamplingCase) else cpu_program(case).source + _HOST)
 
 
 def all_units() -> list[Unit]:

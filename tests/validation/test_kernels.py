@@ -1,0 +1,118 @@
+"""Validation of kernels: cases find nothing in kernels as they are, cover every template, and find what is wrong."""
+
+import pytest
+import torch
+
+from compilerllm.ir.step import Bucket
+from compilerllm.ir.text import parse_module
+from compilerllm.kernels.cpu.target import CpuTarget, host_target
+from compilerllm.kernels.triton.target import CudaTarget, find_cuda_target
+from compilerllm.validation import kernels
+from compilerllm.validation.kernel_cases import CPU, CUDA, cases
+from compilerllm.validation.kernels import compare, run_cpu, run_cuda, validate_kernels
+from compilerllm.validation.machine import Guarded, surrounded
+from compilerllm.validation.module_kernels import verify_kernels
+from compilerllm.validation.mutants import ROOT
+from compilerllm.validation.mutate import NO_TEMPLATE
+from compilerllm.validation.reach import blocks
+from compilerllm.validation.sampling import SAMPLING, run_sampling
+from compilerllm.validation.trying import CSRC, TEMPLATES
+from compilerllm.validation.units import all_units
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+QUICK = {
+    CUDA: (
+        "norm/rows f32", "embed/a step bf16", "linear/matmul f32", "linear/norm, norm, swapped f32", "rope/turns f32, 1",
+        "route/norm and bias f32", "groups/special values", "attention/dense f32, 37", "experts/sorted rows, 4 at once",
+    ),
+    CPU: ("linear/whole panels bf16, 5", "groups/special values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", QUICK[CUDA])
+def test_cuda_kernels_are_valid(title: str) -> None:
+    (case,) = [c for c in cases() if c.title == title]
+    assert run_cuda(case) == []
+
+
+@pytest.mark.parametrize("title", QUICK[CPU])
+def test_cpu_kernels_are_valid(title: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    (case,) = [c for c in cases() if c.title == title]
+    assert run_cpu(case, tmp_path_factory.getbasetemp()) == []
+
+
+@pytest.mark.parametrize("target", [CUDA, CPU])
+def test_samplers_are_valid(target: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    (case,) = [c for c in SAMPLING if c.name == "successive draws"]
+    assert run_sampling(case, target, tmp_path_factory.getbasetemp()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted({c.family for c in cases()}))
+def test_whole_families(family: str) -> None:
+    assert validate_kernels([family]) == []
+
+
+def test_every_template_is_behind_a_case() -> None:
+    found = all_units()
+    for folder, target, suffixes in ((TEMPLATES, CUDA, (".py",)), (CSRC, CPU, (".h", ".cpp"))):
+        reached = frozenset[str]().union(*(u.functions for u in found if u.target == target))
+        for path in (ROOT / folder).iterdir():
+            if path.suffix not in suffixes or path.stem in NO_TEMPLATE:
+                continue
+            own = {f.partition(".")[2] for f in reached if f.startswith(f"{path.stem}.")}
+            names = {n for n, _ in blocks(path.read_text())} & reached if target == CPU else own
+            assert names, f"no case has a kernel of {path.name}"
+
+
+def test_results_are_held_to_the_dtype_and_to_their_row() -> None:
+    want = torch.tensor([[1000.0, 1.0], [1.0, 0.5]])
+    near, far = want.clone(), want.clone()
+    near[0, 1] += 0.01
+    far[1, 1] += 0.01
+    assert compare(near, want) == ""
+    assert "off by" in compare(far, want)
+    assert "NaN" in compare(torch.full_like(want, float("nan")), want)
+    assert "bfloat16" in compare(want.bfloat16(), want)
+    narrow = torch.randn(80).bfloat16()
+    off = (narrow.float() * (1 + 2**-8)).bfloat16()
+    assert "rounded otherwise" in compare(off, narrow, unlike=0.08)
+    assert compare(narrow, narrow, unlike=0.08) == ""
+
+
+def test_what_lies_around_results_and_operands() -> None:
+    out = Guarded((2, 3), torch.float32)
+    assert out.broken() == "" and bool(out.tensor.isnan().all())
+    torch.as_strided(out.tensor, (1,), (1,), out.tensor.storage_offset() + 6).fill_(0)
+    assert out.broken() == "behind"
+    x = surrounded(torch.ones(3))
+    assert bool(torch.as_strided(x, (1,), (1,), x.storage_offset() + 3).isnan().all())
+
+
+MODULE = """
+func @main(%step: step) {
+  dim T in [0, 4096]
+  dim S in [1, 4096]
+  dim R in [0, 4096]
+  param %table : f32[30, 24]
+  param %w : f32[20, 24]
+  %ids = step_field(%step, field="token_ids") : i32[T]
+  %rows = step_field(%step, field="sample_rows") : i32[R]
+  %x = embedding(%ids, %table) : f32[T, 24]
+  %a = gather_rows(%x, %rows) : f32[R, 24]
+  %y = linear(%a, %w) : f32[R, 20]
+  return %y
+}
+"""
+BUCKETS = (Bucket(512, 64, 64, 512), Bucket(256, 256, 256, 1))
+
+
+@pytest.mark.parametrize("target", [find_cuda_target("sm_90"), host_target()], ids=["cuda", "cpu"])
+def test_kernels_of_a_module_are_verified(
+    target: CudaTarget | CpuTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, seen = parse_module(MODULE), list[int]()
+    found = verify_kernels(module, target, 2, BUCKETS, lambda done, total, title: seen.append(total))
+    assert found == [] and seen
+    monkeypatch.setattr(kernels, "TOLERANCE", dict.fromkeys(kernels.TOLERANCE, -1.0))
+    assert verify_kernels(module, target, 2, BUCKETS)
