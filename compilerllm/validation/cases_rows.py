@@ -236,6 +236,13 @@ def groups() -> list[KernelCase]:
     power = "%a = pow(%x, scalar=3.0) : $[T, 8]\n%b = pow(%x, scalar=2.0) : $[T, 8]\n%c = pow(%x, %y) : $[T, 8]\n%d = floor(%y) : $[T, 8]\n%e = pow(%x, %d) : $[T, 8]\n%z = mul(%x, scalar=0.0) : $[T, 8]\n%f = pow(%x, %z) : $[T, 8]\n%k = log1p(%z) : $[T, 8]\n%i = div(%x, %z) : $[T, 8]\n%j = abs(%i) : $[T, 8]\n%g = log1p(%j) : $[T, 8]\n%m = maximum(%i, %y) : $[T, 8]\n%o = mul(%z, %i) : $[T, 8]\n%h = maximum(%o, %y) : $[T, 8]\n%n = minimum(%y, %o) : $[T, 8]\n%l = relu(%o) : $[T, 8]\n%q = tanh(%i) : $[T, 8]\n%s = sigmoid(%i) : $[T, 8]\n%t = minimum(%o, %y) : $[T, 8]\n%u = maximum(%y, %o) : $[T, 8]"
     names = "%a, %b, %c, %e, %f, %k, %g, %m, %h, %n, %l, %q, %s, %t, %u"
     made.append(KernelCase("groups", "special values", module("%x: $[T, 8], %y: $[T, 8]", power, names), 4))
+    truths = """%a = lt(%x, %y) : bool[T, 21]
+        %b = ge(%x, scalar=0.5) : bool[T, 21]
+        %c = logical_and(%a, %b) : bool[T, 21]
+        %d = where(%c, %x, %y) : $[T, 21]
+        %e = logical_not(%a) : bool[T, 21]"""
+    text = module("%x: $[T, 21], %y: $[T, 21]", truths, "%a, %b, %c, %d, %e")
+    made.append(KernelCase("groups", "truth values", text, 5))
     moves = "%p = permute(%x, order=[1, 0, 2]) : $[4, T, 8]\n%s = slice(%p, axis=2, start=1, stop=8, step=2) : $[4, T, 4]\n%e = reshape(%r, shape=[4, 1, 1]) : $[4, 1, 1]\n%y = mul(%s, %e) : $[4, T, 4]\n%c = concat(%y, %s, axis=2) : $[4, T, 8]\n%d = reshape(%c, shape=[4, 8*T]) : $[4, 8*T]"
     made += [
         KernelCase("groups", f"moves {d}", module("%x: $[T, 4, 8], %r: $[4, 1]", moves, "%y, %d", "", d), 5)

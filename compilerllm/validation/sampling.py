@@ -82,6 +82,7 @@ SAMPLING: tuple[SamplingCase, ...] = (
     ),
     SamplingCase("many biases", ({}, {"temperature": 1.0}), (Round((0, 1), {0: dict.fromkeys(range(900), -np.inf), 1: dict.fromkeys(range(100, 1000), -np.inf)}),)),
     SamplingCase("one slot's counts", ({"temperature": 0.0, "frequency_penalty": 2.0},), (Round((0, 0, 0, 0), logprobs=2, penalties=True),), counts={0: ((), ())}),
+    SamplingCase("targets", ({}, {"temperature": 1.0}), (Round((0, 1, -1), logprobs=3, target=(5, -1, 900)),)),
     SamplingCase("masks", ({}, {"temperature": 1.0, "top_p": 0.9}), (Round((0, 1), masked=True), Round((1, 0, -1), masked=True, logprobs=2))),
 )  # fmt: skip
 
@@ -96,11 +97,14 @@ def _rows(case: SamplingCase, made: Round, draw: np.random.Generator, tables: Sa
         bias_token=np.array([t for b in bias for t in b], np.int32),
         bias_value=np.array([v for b in bias for v in b.values()], np.float32), num_logprobs=made.logprobs,
         penalties=made.penalties, random=any(s >= 0 and tables.temperature[s] > 0 for s in made.rows), mask=mask,
+        target=None if made.target is None else np.array(made.target, np.int32),
     )  # fmt: skip
 
 
 def _logits(case: SamplingCase, made: Round, draw: np.random.Generator) -> Any:
     x = (draw.standard_normal((len(made.rows), case.vocab)) * made.scale).astype(np.float32)
+    if made.penalties:
+        x[:, [3, 7, 9, 10]] += 12  # what the penalised have seen is likely, so that penalties decide
     if made.ties:
         x[0, [7, 500, case.vocab - 1]] = 50
         x[-1, ::3] = x[-1, 0]
@@ -158,7 +162,8 @@ def _run(case: SamplingCase, made: Sampling) -> Iterator[str]:
             tables.draws, wanted.draws
         ):  # else counted elsewhere
             yield f"round {number}: numbers of draws differ"
-        real = [s for s in each.rows if s >= 0]
+        told = each.target or (-1,) * len(each.rows)  # nobody goes on from a row that only reports on a token
+        real = [s for s, token in zip(each.rows, told, strict=True) if s >= 0 > token]
         if not np.array_equal(last()[real], wanted.last_token[real]):
             yield f"round {number}: last tokens differ"
         for slot in case.counts:
