@@ -73,7 +73,7 @@ def c_number(value: float) -> str:
 
 
 def emit_copy(e: "FunctionEmitter", target: CRef, source: CRef) -> None:
-    """Move elements between two places of one shape; the innermost axis is a plain loop."""
+    """Move elements between two places of one shape, from f32 into bf16 too; the innermost axis is a plain loop."""
     shape = target.shape
     lead = shape[:-1] if shape else ()
     inner: Dim = shape[-1] if shape else 1
@@ -88,7 +88,8 @@ def emit_copy(e: "FunctionEmitter", target: CRef, source: CRef) -> None:
             f"    {const}{ref.c_type}* {name} = ({const}{ref.c_type}*){ref.pointer} + {_row_offset(ref.strides[:-1], lead)};"
         )
     steps = [c_dim(ref.strides[-1]) if shape else "1" for ref in (target, source)]
-    e.line(f"    for (int64_t j = 0; j < {c_dim(inner)}; j++) d[j * {steps[0]}] = s[j * {steps[1]}];")
+    move = "d[j * {}] = s[j * {}]" if target.c_type == source.c_type else "put(d + j * {}, s[j * {}])"
+    e.line(f"    for (int64_t j = 0; j < {c_dim(inner)}; j++) {move.format(*steps)};")
     e.line("  }")
     e.line("}")
 

@@ -63,6 +63,26 @@ def test_served_with_torch(tiny: tuple[Any, Path]) -> None:
     assert len(calls) == expected[reference.config.model_type]
 
 
+def test_in_bfloat16_its_median_row_errs_like_eager(tiny: tuple[Any, Path]) -> None:
+    """Rotary tables that an opaque operator reads are bfloat16 then, though they are made in float32."""
+    reference, folder = tiny
+    model = compile_and_load(folder, dtype="bfloat16", level=2)
+    model.allocate(40, 8)
+    half = type(reference)(reference.config).to(torch.bfloat16).eval()
+    half.load_state_dict(reference.state_dict())
+    given, errors = sequences(), []
+    for result, tokens in zip(teacher_forced(model, given, MIXED), given, strict=True):
+        with torch.no_grad():
+            want, theirs = (
+                m(torch.tensor(tokens)[None], use_cache=False).logits[0].float().numpy()
+                for m in (reference, half)
+            )
+        pairs = ((result, want[: len(result)]), (theirs, want))
+        errors.append([np.sqrt(np.mean((got - true) ** 2, axis=1)) for got, true in pairs])
+    ours, allowed = (np.median(np.concatenate(e)) for e in zip(*errors, strict=True))
+    assert ours <= 1.25 * allowed
+
+
 def test_values_narrower_than_keys_are_served_and_wider_ones_refused(tmp_path: Path) -> None:
     """DeepSeek's keys are 192 wide and its values 128; one state holds both, at the keys' width."""
     narrow = tiny_model("deepseek_v3", v_head_dim=8)
