@@ -141,7 +141,7 @@ def test_kernels_by_their_share_of_the_step(bench: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("kernels", "m"), 1, "--device cuda"),
+        (("kernels", "m"), 1, "take level 1 or above"),
         (("latency", "m", "--input-len", "40", "--output-len", "20"), 2, "60 tokens, but the context ends at 48"),
         (("latency", "m", "--batch-size", "1"), 2, "did you mean --batch-sizes?"),
         (("latency", "m", "--batch-sizes", "1,x"), 2, "'x' is no whole number"),
