@@ -7,6 +7,7 @@ from compilerllm.errors import CompilerLLMError
 
 CACHE_DIR = "COMPILERLLM_CACHE_DIR"
 NUM_THREADS = "COMPILERLLM_NUM_THREADS"
+API_KEY = "COMPILERLLM_API_KEY"
 
 
 class InvalidEnvironment(CompilerLLMError):
@@ -29,3 +30,13 @@ def num_threads() -> int:
     if not given.isdecimal() or not 1 <= int(given) <= 256:
         raise InvalidEnvironment(f"{NUM_THREADS} must be a whole number from 1 to 256, but is {given!r}")
     return int(given)
+
+
+def api_key() -> str | None:
+    """A key that clients may send: ``COMPILERLLM_API_KEY``. Raises ``InvalidEnvironment`` where it is set to nothing,
+    since a server that was meant to be guarded would be open.
+    """
+    given = os.environ.get(API_KEY)
+    if given is not None and not given.strip():
+        raise InvalidEnvironment(f"{API_KEY} is set but empty: give it a key, or unset it")
+    return given

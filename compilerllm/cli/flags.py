@@ -9,6 +9,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from compilerllm.cli.config_file import read_config_file
+from compilerllm.cli.other_flags import what_instead
 from compilerllm.config import CONFIG_PARTS, EngineConfig, flag_of
 from compilerllm.errors import CompilerLLMError
 
@@ -42,17 +44,73 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         flags = {a.dest for a in self._actions if words.intersection(a.option_strings)}
         found.given = flags | getattr(found, "given", set())
+        if "config_file" in flags:
+            return self._with_file(found, rest, sys.argv[1:] if args is None else args)
         return found, rest
+
+    def _with_file(
+        self, found: argparse.Namespace, rest: list[str], args: Sequence[str]
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse again, with what the file of ``--config`` has and the command line has not in front."""
+        actions = {a.option_strings[0]: a for a in self._actions if a.option_strings}
+        words: list[str] = []
+        for flag, value in read_config_file(found.config_file).items():
+            if flag == "--model" and flag not in actions:
+                words += [] if found.model is not None else [str(value)]
+            elif flag not in actions or actions[flag].dest in ("help", "debug", "config_file"):
+                self.error(f"{found.config_file}: {self._unknown(flag).replace('--', '')}")
+            elif actions[flag].dest not in found.given:
+                words += self._words(found.config_file, actions[flag], value)
+        rest_of_line = [word for word in args if not word.startswith("--config=")]
+        if "--config" in rest_of_line:
+            at = rest_of_line.index("--config")
+            del rest_of_line[at : at + 2]
+        again, rest = self.parse_known_args([*words, *rest_of_line])
+        again.config_file = found.config_file
+        return again, rest
+
+    def _words(self, path: str, action: argparse.Action, value: Any) -> list[str]:
+        """A value of the file as it would stand on the command line."""
+        flag = action.option_strings[0]
+        if isinstance(action, argparse.BooleanOptionalAction):
+            if not isinstance(value, bool):
+                self.error(f"{path}: {flag.removeprefix('--')} must be true or false, but is {value!r}")
+            return [flag if value else "--no-" + flag.removeprefix("--")]
+        many = value if isinstance(value, list) and isinstance(action, Listed) else [value]
+        for item in many:
+            if isinstance(item, bool | dict | list):
+                self.error(f"{path}: {flag.removeprefix('--')} cannot be {item!r}")
+        return [f"{flag}={item}" for item in many if item is not None]
 
     def refuse_unknown(self, rest: list[str]) -> None:
         """Raise ``UsageError`` for arguments that nothing took."""
         if not rest:
             return
         name = rest[0].partition("=")[0]
+        self.error(self._unknown(name) if name.startswith("-") else f"unknown argument {name!r}")
+
+    def _unknown(self, flag: str) -> str:
+        """What to say of a flag that there is not: what it is here, or the nearest."""
         known = [option for action in self._actions for option in action.option_strings]
-        near = difflib.get_close_matches(name, known, 1) if name.startswith("-") else []
-        kind = "flag" if name.startswith("-") else "argument"
-        self.error(f"unknown {kind} {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        if instead := what_instead(flag):
+            return f"{flag}: {instead}"
+        near = difflib.get_close_matches(flag, known, 1)
+        return f"unknown flag {flag!r}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+class Listed(argparse.Action):
+    """A flag that may be repeated; the first one replaces the default. ``const``: its values are separated by commas."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        so_far = getattr(namespace, self.dest)
+        parts = [part.strip() for part in values.split(",")] if self.const else [values]
+        setattr(namespace, self.dest, (() if so_far is self.default else so_far) + tuple(parts))
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -64,9 +122,12 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             action.default in (None, argparse.SUPPRESS, False)
             or not action.option_strings
             or "default" in text
+            or action.default in ((), "")
         ):
             return text
         shown = "on" if action.default is True else "%(default)s"
+        if isinstance(action.default, tuple):
+            shown = ",".join(action.default)
         return f"{text} (default: {shown})"
 
 
@@ -94,9 +155,21 @@ def _options_of(field: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
     ]
     if kinds[0] is bool:
         return {**options, "action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kinds[0]) is tuple:
+        return {**options, "action": Listed, "const": field.metadata.get("commas", False), "metavar": "TEXT"}
     if typing.get_origin(kinds[0]) is typing.Literal:
         return {**options, "choices": typing.get_args(kinds[0])}
     return {**options, "type": kinds[0], "metavar": {"int": "N", "float": "X"}.get(kinds[0].__name__, "TEXT")}
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """``--config FILE``: flags from a file."""
+    parser.add_argument(
+        "--config",
+        dest="config_file",
+        metavar="FILE",
+        help="YAML file of flags, `max-num-seqs: 64` a line (also `model: MODEL`); the command line wins over it.",
+    )
 
 
 def read_config(args: argparse.Namespace, kind: type[Any], **fixed: Any) -> Any:

@@ -25,9 +25,9 @@ log = logging.getLogger("compilerllm.server")
 class PortInUse(CompilerLLMError):
     """The server cannot listen where it was told to."""
 
-    def __init__(self, host: str, port: int, reason: str) -> None:
+    def __init__(self, host: str, port: int | str, reason: str) -> None:
         super().__init__(
-            f"Cannot listen on {host}:{port}: {reason}. Choose another place with --host and --port."
+            f"Cannot listen on {host}:{port}: {reason}. Choose another place with --host and --port, or --uds."
         )
 
 
@@ -45,6 +45,80 @@ class BodyTooLarge(InvalidParameter):
     def __init__(self, limit: int) -> None:
         super().__init__(
             f"The request body is larger than {limit} bytes; send less, or serve with --max-body-bytes."
+        )
+
+
+class MalformedRequest(CompilerLLMError):
+    """What a client sent is no HTTP. ``status`` is what the parser makes of it."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(
+            message if status != 431 else "The request's headers are too large (--max-header-bytes)."
+        )
+        self.status = status
+
+
+class TooManyHeaders(CompilerLLMError):
+    """A request has more headers than any client needs."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The request has more than {limit} headers.")
+
+
+class BodyTimeout(CompilerLLMError):
+    """A request body did not come within ``--body-timeout``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The request body did not come whole within {seconds:g} s.")
+
+
+class TooManyRequests(CompilerLLMError):
+    """More requests at once than ``--max-concurrent-requests``."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"The server answers {limit} requests already, as many as it may. Try again shortly."
+        )
+
+
+class Draining(CompilerLLMError):
+    """The server was told to end and takes no new request."""
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down and takes no new requests. Send it to another one.")
+
+
+class ClientTooSlow(CompilerLLMError):
+    """A client left more of a stream unread than ``--max-unread-steps``."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The stream was ended: more than {limit} steps of it waited to be read.")
+
+
+class CannotServeTLS(CompilerLLMError):
+    """The certificate or key of ``--ssl-certfile`` and the flags beside it is of no use."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(
+            f"Cannot use the certificate {path}: {reason}. --ssl-certfile and --ssl-keyfile must be PEM files that "
+            "belong together, the key without a password."
+        )
+
+
+class CannotWriteRequestLog(CompilerLLMError):
+    """``--request-log`` cannot be opened."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"Cannot write --request-log {path}: {reason}.")
+
+
+class TracingNotInstalled(CompilerLLMError):
+    """``--otlp-traces-endpoint`` without the packages that send traces."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "--otlp-traces-endpoint needs the OpenTelemetry SDK and its OTLP exporter over HTTP: "
+            "pip install 'compilerllm[tracing]'."
         )
 
 
@@ -68,8 +142,14 @@ class Refusal:
 
 
 _RETRY = {"Retry-After": "1"}
+_CLOSE = {"Connection": "close"}
 _REFUSALS: tuple[tuple[type[Exception], Refusal], ...] = (  # the first that fits
-    (BodyTooLarge, Refusal(413, "invalid_request_error", "request_too_large", {"Connection": "close"})),
+    (BodyTooLarge, Refusal(413, "invalid_request_error", "request_too_large", _CLOSE)),
+    (TooManyHeaders, Refusal(431, "invalid_request_error", "headers_too_large", _CLOSE)),
+    (BodyTimeout, Refusal(408, "invalid_request_error", "body_timeout", _CLOSE)),
+    (TooManyRequests, Refusal(429, "rate_limit_error", "too_many_requests", _RETRY)),
+    (ClientTooSlow, Refusal(408, "invalid_request_error", "client_too_slow", _CLOSE)),
+    (Draining, Refusal(503, "server_error", "shutting_down", {**_RETRY, **_CLOSE})),
     (ModelNotFound, Refusal(404, "invalid_request_error", "model_not_found", {})),
     (ContextLengthExceeded, Refusal(400, "invalid_request_error", "context_length_exceeded", {})),
     (MalformedBody, Refusal(400, "invalid_request_error", "malformed_body", {})),
@@ -93,6 +173,9 @@ def error_body(error: BaseException) -> dict[str, Any]:
 
 
 def find_refusal(error: BaseException) -> Refusal:
+    if isinstance(error, MalformedRequest):
+        code = "headers_too_large" if error.status == 431 else "malformed_request"
+        return Refusal(error.status, "invalid_request_error", code, _CLOSE)
     return next((refusal for kind, refusal in _REFUSALS if isinstance(error, kind)), _INTERNAL)
 
 
@@ -110,7 +193,7 @@ def error_response(error: BaseException) -> Response:
 
 def unauthorized() -> Response:
     body = _body(
-        "A valid API key is needed: send 'Authorization: Bearer KEY'.",
+        "A valid API key is needed: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'.",
         "authentication_error",
         None,
         "invalid_api_key",

@@ -8,6 +8,7 @@ from compilerllm.errors import GenerationFailed, InvalidParameter
 from compilerllm.runtime.messages import Delta, Request, ThinkingMarks, TokenLogprobs
 from compilerllm.sampling_params import SamplingParams
 from compilerllm.server.metrics import Metrics
+from compilerllm.server.records import current_record
 from compilerllm.server.streams import EngineStreams, Feed
 from compilerllm.text.output import SequenceText, TextDelta, compile_stops
 from compilerllm.text.prompts import Prompt, Truncation, split_params
@@ -40,11 +41,11 @@ class Plan:
 class _Sequence:
     """One of the sequences; ``index`` is its place in the response's choices."""
 
-    __slots__ = ("first_time", "index", "last_time", "text")
+    __slots__ = ("first_time", "index", "last_time", "prefill_seconds", "text")
 
     def __init__(self, index: int, text: SequenceText) -> None:
         self.index, self.text = index, text
-        self.first_time = self.last_time = 0.0
+        self.first_time = self.last_time = self.prefill_seconds = 0.0
 
 
 class Generation:
@@ -64,11 +65,17 @@ class Generation:
         self.completion_tokens = 0
         self._metrics, self._arrived = metrics, arrived
         self._sequences: dict[str, _Sequence] = {}
+        self._record = current_record()
         self.feed: Feed = streams.submit(self._make_requests(plan, tokenizer))
+        if self._record is not None:
+            self._record.params = plan.params[0]
+            self._record.num_sequences += self.num_sequences
+            self._record.prompt_tokens += self.prompt_tokens
         for prompt, params in zip(plan.prompts, plan.params, strict=True):
             metrics.prompt_tokens.observe(len(prompt.token_ids))
             metrics.params_n.observe(params.n)
             metrics.params_max_tokens.observe(params.max_tokens or 0)
+            metrics.max_num_generation_tokens.observe((params.max_tokens or 0) * params.n)
 
     def _make_requests(self, plan: Plan, tokenizer: Tokenizer) -> list[Request]:
         requests: list[Request] = []
@@ -127,7 +134,7 @@ class Generation:
     def _add(self, sequence: _Sequence, delta: Delta, now: float) -> TextDelta:
         if delta.finish_reason == "error":
             del self._sequences[delta.request_id]
-            self._metrics.finished("error")
+            self._finished("error")
             self.close()
             if delta.refused is not None:
                 raise InvalidParameter(delta.error or "the request cannot be run", delta.refused)
@@ -138,6 +145,9 @@ class Generation:
             self._observe_token(sequence, delta, now)
         new = sequence.text.add(delta)
         self.completion_tokens += len(new.token_ids)
+        if self._record is not None:
+            self._record.completion_tokens += len(new.token_ids)
+            self._record.last_token = now
         if new.finish_reason is not None:
             del self._sequences[delta.request_id]
             self.feed.abort(delta.request_id)  # of use only if a stop string ended it
@@ -148,26 +158,46 @@ class Generation:
         if sequence.first_time:
             self._metrics.inter_token_latency.observe(now - sequence.last_time)
         else:
-            sequence.first_time = now
+            sequence.first_time, sequence.prefill_seconds = now, delta.prefill_seconds
             self.cached_tokens += delta.num_cached_tokens
+            self._metrics.prompt_computed(
+                len(self.prompt_of(sequence.index).token_ids), delta.num_cached_tokens
+            )
             self._metrics.time_to_first_token.observe(now - self._arrived)
             self._metrics.queue_time.observe(delta.queue_seconds)
             self._metrics.prefill_time.observe(delta.prefill_seconds)
+            self._record_first(delta, now)
         sequence.last_time = now
+
+    def _record_first(self, delta: Delta, now: float) -> None:
+        """A sequence's first token, into the request's record."""
+        record = self._record
+        if record is None:
+            return
+        record.cached_tokens += delta.num_cached_tokens
+        if not record.first_token:
+            record.first_token = now
+            record.queue_seconds, record.prefill_seconds = delta.queue_seconds, delta.prefill_seconds
 
     def _observe_end(self, sequence: _Sequence, reason: str, now: float) -> None:
         tokens, decode = sequence.text.num_tokens, now - (sequence.first_time or now)
-        self._metrics.finished(reason)
+        self._finished(reason)
         self._metrics.e2e.observe(now - self._arrived)
         self._metrics.decode_time.observe(decode)
+        self._metrics.inference_time.observe(sequence.prefill_seconds + decode)
         self._metrics.generation_tokens.observe(tokens)
         if tokens > 1:
             self._metrics.time_per_output_token.observe(decode / (tokens - 1))
 
+    def _finished(self, reason: str) -> None:
+        self._metrics.finished(reason)
+        if self._record is not None:
+            self._record.finish_reasons[reason] += 1
+
     def close(self) -> None:
         """Abort what still runs."""
         for _ in self._sequences:
-            self._metrics.finished("abort")
+            self._finished("abort")
         self._sequences.clear()
         self.feed.close()
 

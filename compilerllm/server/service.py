@@ -19,6 +19,7 @@ from compilerllm.server import metrics as metrics_module
 from compilerllm.server.config import ServerConfig
 from compilerllm.server.errors import BodyTooLarge, ModelNotFound, error_response
 from compilerllm.server.generation import PLAIN, Generation, Plan, PlanOptions
+from compilerllm.server.limits import Gate
 from compilerllm.server.protocol import sampling_defaults
 from compilerllm.server.sse import EventStream
 from compilerllm.server.streams import EngineStreams, watch_disconnect
@@ -48,8 +49,11 @@ class Service:
         self.client, self.tokenizer, self.config = client, tokenizer, config
         self.model = model
         self.created = int(time.time())
-        self.streams = EngineStreams(client)
-        self.metrics = metrics_module.Metrics(self.streams, client.ready, model)
+        self.gate = Gate(config.max_concurrent_requests)
+        self.streams = EngineStreams(client, config.max_unread_steps)
+        self.metrics = metrics_module.Metrics(
+            self.streams, client.ready, model, self.gate, vllm_names=config.vllm_metric_names
+        )
         self.sampling_defaults = sampling_defaults(tokenizer.generation_config)
         # Own threads, and few: tokenization must neither block the loop nor take the cores from the engine.
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")

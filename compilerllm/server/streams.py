@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from starlette.types import Receive
 
-from compilerllm.errors import EngineDead
+from compilerllm.errors import EngineDead, QueueFull
 from compilerllm.runtime.client import EngineClient
 from compilerllm.runtime.messages import Batch, Delta, Request, Stats
+from compilerllm.server.errors import ClientTooSlow
 
 log = logging.getLogger("compilerllm.server")
 
@@ -15,11 +17,13 @@ log = logging.getLogger("compilerllm.server")
 class Feed:
     """Deltas of the engine requests of one API request. One task reads it.
 
-    Deltas wait here while the reader is slow, so that a slow client slows nobody else.
+    Deltas wait here while the reader is slow, so that a slow client slows nobody else; ``limit`` of them at most.
     """
 
-    def __init__(self, streams: "EngineStreams", request_ids: list[str]) -> None:
+    def __init__(self, streams: "EngineStreams", request_ids: list[str], limit: int) -> None:
         self._streams = streams
+        self._limit = limit
+        self._overflowed = False
         self.open_ids = set(request_ids)
         self._waiting: list[Delta] = []
         self._reader: asyncio.Future[None] | None = None
@@ -29,10 +33,16 @@ class Feed:
         if delta.finish_reason is not None:
             self.open_ids.discard(delta.request_id)
         self._waiting.append(delta)
+        if len(self._waiting) > self._limit:
+            self._overflowed = True
+            self.close()
         self._wake()
 
     async def read(self) -> list[Delta]:
-        """All deltas since the last call, in order; an empty list once the feed is closed or has ended."""
+        """All deltas since the last call, in order; an empty list once the feed is closed or has ended.
+
+        Raises ``ClientTooSlow`` once more of them waited than may.
+        """
         if not self._waiting and self.open_ids and not self._closed:
             self._reader = asyncio.get_running_loop().create_future()
             try:
@@ -40,6 +50,9 @@ class Feed:
             finally:
                 self._reader = None
         deltas, self._waiting = self._waiting, []
+        if self._overflowed:
+            self._overflowed = False
+            raise ClientTooSlow(self._limit)
         return [] if self._closed else deltas
 
     def abort(self, request_id: str) -> None:
@@ -51,6 +64,7 @@ class Feed:
     def close(self) -> None:
         """Abort what still runs. The reader, if it waits, gets an empty list."""
         self._closed = True
+        self._waiting.clear()
         if self.open_ids:
             self._streams.abort(list(self.open_ids))
             self.open_ids.clear()
@@ -64,9 +78,12 @@ class Feed:
 class EngineStreams:
     """The engine, shared by all API requests of this process."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, max_unread: int = 1 << 14) -> None:
         self.client = client
+        self._max_unread = max_unread  # deltas of each sequence that wait for a reader
+        self.num_refused = 0  # requests that the queue had no room for
         self.stats = Stats()
+        self.on_stats: Callable[[Stats], None] = lambda _: None  # called with each batch's
         self._feeds: dict[str, Feed] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -92,12 +109,16 @@ class EngineStreams:
         """Hand requests to the engine. Raises ``EngineDead`` or ``QueueFull``; then none of them runs."""
         if not self.alive:
             raise EngineDead("The engine is not running; it may be restarting. Try again in a few seconds.")
-        feed = Feed(self, [r.request_id for r in requests])
+        feed = Feed(self, [r.request_id for r in requests], self._max_unread * len(requests))
         for request in requests:
             self._feeds[request.request_id] = feed
         try:
             for request in requests:
                 self.client.submit(request)
+        except QueueFull:
+            self.num_refused += 1
+            feed.close()
+            raise
         except BaseException:
             feed.close()
             raise
@@ -134,6 +155,7 @@ class EngineStreams:
                 del feeds[delta.request_id]
             feed.push(delta)
         self.stats = batch.stats
+        self.on_stats(batch.stats)
 
     def _fail_all(self, message: str) -> None:
         failed, self._feeds = self._feeds, {}

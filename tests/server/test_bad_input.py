@@ -272,7 +272,7 @@ def test_the_sdk_sees_its_own_error_classes(live: Live) -> None:
 
 
 def test_api_key(start: Start) -> None:
-    live = start({"api_key": "sécret"})
+    live = start({"api_key": ("sécret",)})
     for sent in (None, "Bearer wrong", "sécret", "Bearer", "Basic sécret"):
         headers = {} if sent is None else {b"authorization": sent.encode()}
         answer = live.http.get("/v1/models", headers=headers)
@@ -404,7 +404,7 @@ def test_a_port_that_another_server_took_while_both_loaded() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"port": 70000}, {"api_key": " "}, {"tokenizer_threads": 0}, {"max_body_bytes": 1}]
+    "wrong", [{"port": 70000}, {"api_key": (" ",)}, {"tokenizer_threads": 0}, {"max_body_bytes": 1}]
 )
 def test_flags_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter, match="--" + next(iter(wrong)).replace("_", "-")):

@@ -1,0 +1,81 @@
+"""How many requests at once, how long their bodies may take, and what happens to new ones while the server drains."""
+
+import asyncio
+
+from starlette._utils import get_route_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from compilerllm.server.auth import OPEN_PATHS
+from compilerllm.server.config import ServerConfig
+from compilerllm.server.errors import BodyTimeout, Draining, TooManyHeaders, TooManyRequests, error_response
+
+MAX_HEADERS = 256
+
+
+class Gate:
+    """Counts the open requests, but for probes, and refuses more than there may be."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self.num_open = 0
+        self.num_refused = 0
+        self.draining = False  # set once, when the server is told to end
+
+    def enter(self) -> None:
+        """Raises ``Draining`` or ``TooManyRequests``; otherwise ``leave`` must follow."""
+        if self.draining:
+            raise Draining()
+        if self._limit is not None and self.num_open >= self._limit:
+            self.num_refused += 1
+            raise TooManyRequests(self._limit)
+        self.num_open += 1
+
+    def leave(self) -> None:
+        self.num_open -= 1
+
+
+class Limits:
+    """The middleware around everything but ``OPEN_PATHS``."""
+
+    def __init__(self, app: ASGIApp, gate: Gate, config: ServerConfig) -> None:
+        self._app, self._gate, self._body_timeout = app, gate, config.body_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if len(scope["headers"]) > MAX_HEADERS:
+            await error_response(TooManyHeaders(MAX_HEADERS))(scope, receive, send)
+            return
+        if get_route_path(scope) in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._gate.enter()
+        except (Draining, TooManyRequests) as error:
+            await error_response(error)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, _in_time(receive, self._body_timeout), send)
+        finally:
+            self._gate.leave()
+
+
+def _in_time(receive: Receive, seconds: float) -> Receive:
+    """``receive`` that raises ``BodyTimeout`` if the body is not whole ``seconds`` from now; afterwards it may wait."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    more = True
+
+    async def receive_in_time() -> Message:
+        nonlocal more
+        if not more:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise BodyTimeout(seconds) from None
+        more = message["type"] == "http.request" and message.get("more_body", False)
+        return message
+
+    return receive_in_time
