@@ -108,11 +108,19 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_R = TypeVar("_R", bound=GenerationRequest)
+_R = TypeVar("_R", bound=msgspec.Struct)
 
 
-def read_request(body: bytes, kind: type[_R]) -> _R:
-    """Decode and check a body. Raises ``InvalidParameter`` (or a kind of it) that names the field."""
+def read_request(
+    body: bytes,
+    kind: type[_R],
+    harmless: frozenset[str] = HARMLESS,
+    not_yet: dict[str, tuple[Any, ...]] = _NOT_YET,
+) -> _R:
+    """Decode and check a body. Raises ``InvalidParameter`` (or a kind of it) that names the field.
+
+    ``harmless`` fields are dropped; ``not_yet``: fields that are taken with these values only.
+    """
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -124,15 +132,17 @@ def read_request(body: bytes, kind: type[_R]) -> _R:
     fields = {name: value for name, value in fields.items() if value is not None and name not in HARMLESS}
     known = kind.__struct_fields__
     for name in [name for name in fields if name not in known]:
-        _refuse_unless_neutral(name, fields.pop(name), known)
+        _refuse_unless_neutral(name, fields.pop(name), known, not_yet)
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _name_field(str(error)) from error
 
 
-def _refuse_unless_neutral(name: str, value: object, known: tuple[str, ...]) -> None:
-    neutral = _NOT_YET.get(name)
+def _refuse_unless_neutral(
+    name: str, value: object, known: tuple[str, ...], not_yet: dict[str, tuple[Any, ...]]
+) -> None:
+    neutral = not_yet.get(name)
     if neutral is None:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -17,11 +17,11 @@ from compilerllm.runtime.client import EngineClient
 from compilerllm.sampling_params import SamplingParams
 from compilerllm.server import metrics as metrics_module
 from compilerllm.server.config import ServerConfig
-from compilerllm.server.errors import BodyTooLarge, ModelNotFound, error_response
+from compilerllm.server.errors import BodyTooLarge, ModelNotFound
 from compilerllm.server.generation import PLAIN, Generation, Plan, PlanOptions
 from compilerllm.server.limits import Gate
 from compilerllm.server.protocol import sampling_defaults
-from compilerllm.server.sse import EventStream
+from compilerllm.server.sse import OPENAI, Dialect, EventStream
 from compilerllm.server.streams import EngineStreams, watch_disconnect
 from compilerllm.text.prompts import encode_bad_words, encode_prompt, fit_params
 from compilerllm.text.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ class Service:
 
     # -- from body to answer --------------------------------------------------------------------------------------
 
-    async def respond(self, answer: Callable[[], Any]) -> Response:
+    async def respond(self, answer: Callable[[], Any], dialect: Dialect = OPENAI) -> Response:
         """The response that ``await answer()`` gives, or the refusal of what it raises."""
         try:
             response: Response = await answer()
@@ -77,7 +77,7 @@ class Service:
         except ClientDisconnect:  # before the body was whole; nobody reads this
             return Response(status_code=400)
         except Exception as error:  # noqa: BLE001 - logged if unforeseen; raised, it would cost the connection
-            return error_response(error)
+            return dialect.refuse(error)
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run what takes long (parsing, templates, tokenization) beside the event loop."""
@@ -89,27 +89,40 @@ class Service:
         read: Callable[[bytes], tuple[_T, Plan]],
         shape: Callable[[_T, Generation], Shape],
         streams: Callable[[_T], bool],
+        dialect: Dialect = OPENAI,
     ) -> Response:
         """Answer a request that generates: ``read`` checks the body and plans (in a thread), ``shape`` makes the body."""
 
         async def answer() -> Response:
-            arrived = time.monotonic()
-            body = await read_body(request, self.config.max_body_bytes)
-            asked, plan = await self.in_thread(read, body)
-            generation = Generation(plan, self.streams, self.tokenizer, self.metrics, arrived)
-            if plan.params[0].structured is not None:  # whose form may be refused when it is compiled
-                await generation.begin()
-            shaped = shape(asked, generation)
-            if streams(asked):
-                return EventStream(generation, shaped.stream())
-            watcher = asyncio.create_task(watch_disconnect(request.receive, generation.feed))
-            try:
-                return Response(await shaped.whole(), media_type="application/json")
-            finally:
-                watcher.cancel()
-                generation.close()
+            asked, generation = await self.begin(request, read)
+            return await self.send(request, generation, shape(asked, generation), streams(asked), dialect)
 
-        return await self.respond(answer)
+        return await self.respond(answer, dialect)
+
+    async def begin(
+        self, request: Request, read: Callable[[bytes], tuple[_T, Plan]]
+    ) -> tuple[_T, Generation]:
+        """Read a request's body and start what it asks for."""
+        arrived = time.monotonic()
+        body = await read_body(request, self.config.max_body_bytes)
+        asked, plan = await self.in_thread(read, body)
+        generation = Generation(plan, self.streams, self.tokenizer, self.metrics, arrived)
+        if plan.params[0].structured is not None:  # whose form may be refused when it is compiled
+            await generation.begin()
+        return asked, generation
+
+    async def send(
+        self, request: Request, generation: Generation, shaped: Shape, stream: bool, dialect: Dialect = OPENAI
+    ) -> Response:
+        """The response of a generation that has begun, which ends when the client hangs up."""
+        if stream:
+            return EventStream(generation, shaped.stream(), dialect)
+        watcher = asyncio.create_task(watch_disconnect(request.receive, generation.feed))
+        try:
+            return Response(await shaped.whole(), media_type="application/json")
+        finally:
+            watcher.cancel()
+            generation.close()
 
     # -- in a thread ----------------------------------------------------------------------------------------------
 

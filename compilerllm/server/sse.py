@@ -1,14 +1,15 @@
 """Server-sent events: a response that sends as tokens come and stops when the client does."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from compilerllm.server.errors import error_body, log_unforeseen
+from compilerllm.server.errors import error_body, error_response, log_unforeseen
 from compilerllm.server.generation import Generation
 from compilerllm.server.streams import watch_disconnect
 
@@ -19,16 +20,39 @@ def event(data: Any) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
+def named_event(data: dict[str, Any]) -> bytes:
+    """An event whose name is its ``type``."""
+    return b"event: " + data["type"].encode() + b"\n" + event(data)
+
+
+def _openai_error(error: BaseException) -> bytes:
+    return event(error_body(error))
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How an API refuses a request, tells of an error within a stream, and ends a stream."""
+
+    refuse: Callable[[BaseException], Response] = error_response
+    error_event: Callable[[BaseException], bytes] = _openai_error
+    end: bytes = DONE
+
+
+OPENAI = Dialect()
+
+
 class EventStream(Response):
     """Sends ``events`` (each item is one or more whole events) and closes the generation, however it ends.
 
-    An error after the first byte cannot change the status any more: it is sent as an event with OpenAI's error body.
+    An error after the first byte cannot change the status any more: it is sent as an event.
     """
 
-    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self, generation: Generation, events: AsyncIterator[bytes], dialect: Dialect = OPENAI
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]  # Response sets it for its empty body
-        self._generation, self._events = generation, events
+        self._generation, self._events, self._dialect = generation, events, dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(watch_disconnect(receive, self._generation.feed))
@@ -39,10 +63,9 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             except Exception as error:  # noqa: BLE001 - told to the client, and logged if it is none of ours
                 log_unforeseen(error)
-                await send(
-                    {"type": "http.response.body", "body": event(error_body(error)), "more_body": True}
-                )
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                told = self._dialect.error_event(error)
+                await send({"type": "http.response.body", "body": told, "more_body": True})
+            await send({"type": "http.response.body", "body": self._dialect.end, "more_body": False})
         finally:
             watcher.cancel()
             self._generation.close()
