@@ -59,19 +59,19 @@ def is_artifact(place: Path) -> bool:
     return place.is_file() and place.suffix == SUFFIX
 
 
-def open_artifact(path: Path, target: str | None = None) -> Path:
+def open_artifact(path: Path, target: str | None = None, *, to_run: bool = True) -> Path:
     """The folder of the artifact in ``path``: one itself, a bundle, or a packed file (which is unpacked into the cache).
 
-    target: which of a bundle's; by default the one for this machine. Raises ``ArtifactInvalid`` for what is damaged, of
+    target: which of a bundle's; by default the one for this machine, or the only one where it is not ``to_run``. Raises ``ArtifactInvalid`` for what is damaged, of
     another version, or no artifact; ``WrongTarget``; ``CacheUnusable`` where a packed file cannot be unpacked.
     """
     path = path.expanduser()
     if (path / MANIFEST).is_file():
         return _open_folder(path, target)
     if (path / BUNDLE).is_file():
-        return _open_bundle(path, target)
+        return _open_bundle(path, target, to_run)
     if path.is_file():
-        return _open_packed(path, target)
+        return _open_packed(path, target, to_run)
     raise ArtifactInvalid(
         f"{path} {'has neither manifest.json nor bundle.json' if path.is_dir() else 'does not exist'}. Give an artifact, "
         f"the folder that `compilerllm build --output` made, or a packed {SUFFIX} file."
@@ -86,9 +86,9 @@ def _open_folder(folder: Path, target: str | None) -> Path:
     return folder
 
 
-def _open_bundle(folder: Path, target: str | None) -> Path:
+def _open_bundle(folder: Path, target: str | None, to_run: bool) -> Path:
     entries = read_bundle(folder)
-    chosen = choose(folder, entries, target)
+    chosen = choose(folder, entries, target, to_run=to_run)
     if _checked(folder / chosen)["id"] != entries[chosen]["id"]:
         raise ArtifactInvalid(
             f"{folder / chosen} is not the artifact that {folder / BUNDLE} names; build the bundle again."
@@ -97,10 +97,10 @@ def _open_bundle(folder: Path, target: str | None) -> Path:
     return folder / chosen
 
 
-def _open_packed(file: Path, target: str | None) -> Path:
+def _open_packed(file: Path, target: str | None, to_run: bool) -> Path:
     with _open_zip(file) as packed:
         entries = _entries(_member(packed, BUNDLE), file)
-        chosen = choose(file, entries, target)
+        chosen = choose(file, entries, target, to_run=to_run)
         place = cache_dir() / "unpacked" / str(entries[chosen]["id"])
         _provide(packed, chosen, str(entries[chosen]["id"]), place)
     _checked(place)
@@ -139,11 +139,16 @@ def _checked(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def choose(place: Path, entries: Mapping[str, Mapping[str, Any]], asked: str | None) -> str:
-    """Name of the artifact for a target: the one asked for, else this GPU's, else the CPU's that uses most of this processor.
+def choose(
+    place: Path, entries: Mapping[str, Mapping[str, Any]], asked: str | None, *, to_run: bool = True
+) -> str:
+    """Name of the artifact for a target: the one asked for, else this GPU's, else the CPU's that uses most of this processor;
+    the only one, where it need not run here.
 
     Raises ``WrongTarget`` with what there is, and where there are several.
     """
+    if asked is None and not to_run and len(entries) == 1:
+        return next(iter(entries))
     here = target_name("auto") if asked is None else asked
     features = {entry["target"]: entry["features"] for entry in entries.values()}
     if here == "cpu":

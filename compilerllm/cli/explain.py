@@ -131,7 +131,7 @@ def _open(args: argparse.Namespace, model: str) -> tuple[Path, Path, str]:
     if args.measure and not args.checkpoint:
         raise UsageError("--measure needs the weights of an artifact: say where they are with --checkpoint MODEL.")  # fmt: skip
     place = locate(args.checkpoint) if args.checkpoint else path
-    folder = open_artifact(path, args.target)
+    folder = open_artifact(path, args.target, to_run=False)
     facts = (read_manifest(folder) or {}).get("facts", {})
     return folder, place, str(facts.get("name") or facts.get("architecture") or path.name)
 

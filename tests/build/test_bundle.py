@@ -93,6 +93,20 @@ def test_the_machine_chooses(
         open_artifact(place, "sm_89")
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_only_looked_at_need_not_run_here(
+    artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    monkeypatch.setattr(bundle, "target_name", lambda device: "cpu")
+    place = tmp_path / ("one.cllm" if packed else "one")
+    alone = {"sm_90": artifacts["sm_90"]}
+    pack(alone, place) if packed else write_bundle(place, alone)
+    opened = open_artifact(place, to_run=False)
+    assert json.loads((opened / "manifest.json").read_text())["target"] == "sm_90"
+    with pytest.raises(WrongTarget, match="runs here"):
+        open_artifact(place)
+
+
 def test_the_wrong_target(artifacts: dict[str, Path]) -> None:
     with pytest.raises(WrongTarget, match="built for sm_90, not for cpu"):
         open_artifact(artifacts["sm_90"], "cpu")
