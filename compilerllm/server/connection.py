@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -9,6 +10,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from compilerllm.server.config import ServerConfig
 from compilerllm.server.errors import MalformedRequest, error_response
+
+_LINGER_SECONDS = 2.0
 
 
 class Connection(H11Protocol):
@@ -19,6 +22,7 @@ class Connection(H11Protocol):
         self._limits = limits
         self._header_clock: asyncio.TimerHandle | None = None
         self._read_clock: asyncio.TimerHandle | None = None
+        self._refused = False  # what comes is no HTTP, and is not looked at any more
 
     # -- headers come ---------------------------------------------------------------------------------------------
 
@@ -27,6 +31,8 @@ class Connection(H11Protocol):
         self._start_header_clock()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         super().data_received(data)
         if self._request_is_open:
             self._stop_header_clock()
@@ -84,7 +90,8 @@ class Connection(H11Protocol):
         """uvicorn calls this while it handles what the parser raised, which knows the right status."""
         status = getattr(sys.exc_info()[1], "error_status_hint", 400)
         response = error_response(MalformedRequest(msg, status))
-        event = h11.Response(status_code=response.status_code, headers=response.raw_headers)
+        reason = HTTPStatus(response.status_code).phrase.encode()
+        event = h11.Response(status_code=response.status_code, headers=response.raw_headers, reason=reason)
         parts = (event, h11.Data(data=bytes(response.body)), h11.EndOfMessage())
         if self.conn.our_state in (
             h11.IDLE,
@@ -92,4 +99,11 @@ class Connection(H11Protocol):
         ):  # else an answer has begun, and cannot be taken back
             for part in parts:
                 self.transport.write(self.conn.send(part) or b"")
-        self.transport.close()
+        self._refused = True
+        self._stop_header_clock()
+        if self.transport.can_write_eof():
+            # Closed while input waits, TCP would reset the connection, and the client might never see the answer.
+            self.transport.write_eof()
+            self._header_clock = self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
+        else:
+            self.transport.close()

@@ -58,11 +58,11 @@ class MalformedRequest(CompilerLLMError):
         self.status = status
 
 
-class TooManyHeaders(CompilerLLMError):
-    """A request has more headers than any client needs."""
+class HeadersTooLarge(CompilerLLMError):
+    """A request has more headers than any client needs, or larger ones than ``--max-header-bytes``."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"The request has more than {limit} headers.")
+    def __init__(self, number: int, size: int) -> None:
+        super().__init__(f"The request has more than {number} headers, or more than {size} bytes of them.")
 
 
 class BodyTimeout(CompilerLLMError):
@@ -131,6 +131,17 @@ class ModelNotFound(InvalidParameter):
         )
 
 
+class ResponseNotFound(InvalidParameter):
+    """A request names a response that is not stored, or no longer."""
+
+    def __init__(self, response_id: str, param: str) -> None:
+        super().__init__(
+            f"There is no response {response_id!r:.100} here: it was never stored, or it made room for newer ones "
+            "(--responses-store-bytes).",
+            param,
+        )
+
+
 @dataclass(frozen=True)
 class Refusal:
     """How an error is answered."""
@@ -145,12 +156,13 @@ _RETRY = {"Retry-After": "1"}
 _CLOSE = {"Connection": "close"}
 _REFUSALS: tuple[tuple[type[Exception], Refusal], ...] = (  # the first that fits
     (BodyTooLarge, Refusal(413, "invalid_request_error", "request_too_large", _CLOSE)),
-    (TooManyHeaders, Refusal(431, "invalid_request_error", "headers_too_large", _CLOSE)),
+    (HeadersTooLarge, Refusal(431, "invalid_request_error", "headers_too_large", _CLOSE)),
     (BodyTimeout, Refusal(408, "invalid_request_error", "body_timeout", _CLOSE)),
     (TooManyRequests, Refusal(429, "rate_limit_error", "too_many_requests", _RETRY)),
     (ClientTooSlow, Refusal(408, "invalid_request_error", "client_too_slow", _CLOSE)),
     (Draining, Refusal(503, "server_error", "shutting_down", {**_RETRY, **_CLOSE})),
     (ModelNotFound, Refusal(404, "invalid_request_error", "model_not_found", {})),
+    (ResponseNotFound, Refusal(404, "invalid_request_error", "response_not_found", {})),
     (ContextLengthExceeded, Refusal(400, "invalid_request_error", "context_length_exceeded", {})),
     (MalformedBody, Refusal(400, "invalid_request_error", "malformed_body", {})),
     (UnknownField, Refusal(400, "invalid_request_error", "unknown_parameter", {})),

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compilerllm.server.auth import OPEN_PATHS
 from compilerllm.server.config import ServerConfig
-from compilerllm.server.errors import BodyTimeout, Draining, TooManyHeaders, TooManyRequests, error_response
+from compilerllm.server.errors import BodyTimeout, Draining, HeadersTooLarge, TooManyRequests, error_response
 
 MAX_HEADERS = 256
 
@@ -39,13 +39,16 @@ class Limits:
 
     def __init__(self, app: ASGIApp, gate: Gate, config: ServerConfig) -> None:
         self._app, self._gate, self._body_timeout = app, gate, config.body_timeout
+        # The parser refuses more too, but only where they come in pieces.
+        self._max_bytes = config.max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if len(scope["headers"]) > MAX_HEADERS:
-            await error_response(TooManyHeaders(MAX_HEADERS))(scope, receive, send)
+        size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
+        if len(scope["headers"]) > MAX_HEADERS or size + len(scope["query_string"]) > self._max_bytes:
+            await error_response(HeadersTooLarge(MAX_HEADERS, self._max_bytes))(scope, receive, send)
             return
         if get_route_path(scope) in OPEN_PATHS:
             await self._app(scope, receive, send)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 
 from compilerllm.server.app import build_app
 from compilerllm.server.config import ServerConfig
@@ -33,6 +34,7 @@ class Live:
     """A running server and what stands behind it."""
 
     url: str
+    app: FastAPI
     engine: Any  # FakeEngine, but for the tests of engine processes
     http: httpx.Client
     client: openai.OpenAI
@@ -50,14 +52,16 @@ class Live:
 @contextmanager
 def serve(tokenizer: Tokenizer, config: ServerConfig, engine: Any) -> Iterator[Live]:
     listener = bind(config)
-    server = make_server(build_app(engine, tokenizer, config, "fake"), config)
+    app = build_app(engine, tokenizer, config, "fake")
+    server = make_server(app, config)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
-    url = address_of(listener)
+    url = address_of(listener, config)
     try:
         with httpx.Client(base_url=url, timeout=20) as http:
             live = Live(
                 url,
+                app,
                 engine,
                 http,
                 openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=20),
