@@ -50,9 +50,10 @@ class Live:
 
 
 @contextmanager
-def serve(tokenizer: Tokenizer, config: ServerConfig, engine: Any) -> Iterator[Live]:
+def serve(tokenizer: Tokenizer, config: ServerConfig, engine: Any, **options: Any) -> Iterator[Live]:
+    """``options`` are those of ``build_app``."""
     listener = bind(config)
-    app = build_app(engine, tokenizer, config, "fake")
+    app = build_app(engine, tokenizer, config, "fake", **options)
     server = make_server(app, config)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()

@@ -43,7 +43,7 @@ def test_every_key_opens_and_nothing_else_does(
 def test_all_routes_are_guarded_but_for_probes_and_documents(tokenizer: Tokenizer, start: Start) -> None:
     """Also those that are no /v1: what is not known to be harmless is closed."""
     app = build_app(FakeEngine(vocab_size=tokenizer.vocab_size), tokenizer, ServerConfig(), "fake")
-    routes = [(r.path, m) for r in app.routes if isinstance(r, APIRoute) for m in r.methods]
+    routes = [(r.path, m) for r in app.routes if isinstance(r, APIRoute) for m in r.methods or ()]
     assert len(routes) > 20
     live = start({"api_key": ("secret",)})
     for path, method in [*routes, ("/tokenize", "POST"), ("//v1/models", "GET"), ("/v1/../v1/models", "GET")]:

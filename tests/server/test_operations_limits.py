@@ -154,7 +154,7 @@ def test_a_stream_holds_no_more_steps_than_it_may(tokenizer: Tokenizer) -> None:
 
     async def check() -> None:
         engine = FakeEngine(vocab_size=tokenizer.vocab_size)
-        streams = EngineStreams(engine, max_unread=3)  # type: ignore[arg-type]
+        streams = EngineStreams(engine, max_unread=3)
         streams.start()
         request = Request(
             request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(max_tokens=400), arrival_time=0.0
