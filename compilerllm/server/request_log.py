@@ -44,8 +44,9 @@ class RequestLog:
         """Raises ``CannotWriteRequestLog``. Nothing is opened where ``--log-requests`` is off."""
         self.full = config.log_requests == "full"
         self._path = config.request_log
-        # What a request says of itself is read from its body, also where no text is kept.
-        self._most = config.request_log_bytes if self.full else config.max_body_bytes
+        self._most = (
+            config.request_log_bytes
+        )  # also where no text is kept: a body that is cut off is only counted
         self._file = self._open()
         self._reopen = threading.Event()
         self._entries: queue.Queue[tuple[RequestRecord, Kept, Kept] | None] = queue.Queue(_MOST_WAITING)

@@ -24,6 +24,7 @@ from compilerllm.server.errors import PortInUse
 from compilerllm.server.limits import Gate
 from compilerllm.server.request_log import RequestLog
 from compilerllm.server.tls import Certificate
+from compilerllm.server.tracing import open_tracing
 
 log = logging.getLogger("compilerllm.server")
 
@@ -98,6 +99,8 @@ def check_files(config: ServerConfig) -> None:
         Certificate(config)
     if config.request_log is not None:
         RequestLog(config).close()
+    if config.otlp_traces_endpoint is not None:
+        open_tracing(config.otlp_traces_endpoint, "").close()
 
 
 class _Server(uvicorn.Server):
@@ -105,13 +108,14 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, gate: Gate, seconds: int, reload: Callable[[], None]) -> None:
         super().__init__(config)
+        self._terminal = _has_terminal()
         self._gate, self._seconds, self._reload = gate, seconds, reload
         self._drain_until: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._hang_up)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins to drain; a second Ctrl-C ends at once."""
@@ -122,6 +126,13 @@ class _Server(uvicorn.Server):
             self._say()
         elif sig == signal.SIGINT:
             self.should_exit = self.force_exit = True
+
+    def _hang_up(self) -> None:
+        """SIGHUP: read files anew; but if the terminal we were started from has closed, end."""
+        if self._terminal and not _has_terminal():
+            self.handle_exit(signal.SIGTERM, None)
+        else:
+            self._reload()
 
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):
@@ -182,13 +193,27 @@ def run(app: FastAPI, listener: socket.socket, config: ServerConfig) -> None:
 
 def exit_on_sigterm() -> None:
     """Make SIGTERM unwind the stack and leave with status 0, so that the engine's process is ended too. SIGHUP, which
-    reads files anew once the server serves, must not end it before.
+    reads files anew once the server serves, must not end it before, unless its terminal has closed.
 
-    uvicorn handles the signal while it serves, and raises it again afterwards.
+    uvicorn handles the signals while it serves, and raises them again afterwards.
     """
+    terminal = _has_terminal()
 
     def leave(_: int, __: FrameType | None) -> None:
         raise SystemExit(0)
 
+    def leave_if_hung_up(_: int, __: FrameType | None) -> None:
+        if terminal and not _has_terminal():
+            raise SystemExit(0)
+
     signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, leave_if_hung_up)
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a terminal that controls it."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

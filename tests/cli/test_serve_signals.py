@@ -2,17 +2,21 @@
 
 import json
 import os
+import pty
 import shutil
 import signal
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
-from tests.cli.test_serve import Started, start
+from tests.cli.test_serve import PROGRAM, RUNTIME_TESTS, Started, start
+from tests.runtime.fake_model import VOCAB
 from tests.server.certificates import make_certificate
+from tests.text.tiny_tokenizers import letters, save_tokenizer
 
 __all__ = ["start"]  # the fixture
 
@@ -78,3 +82,37 @@ def test_sighup_then_sigterm(start: Callable[..., Started], tmp_path: Path) -> N
     assert "/v1/models" in earlier and "/v1/completions" not in earlier
     (whole,) = [entry for entry in later if entry["path"] == "/v1/completions"]
     assert whole["completion_tokens"] == 300 and whole["request_id"] == "long-one"
+
+
+def test_it_ends_with_its_terminal(tmp_path: Path) -> None:
+    """SIGHUP from a terminal that closes is no wish to go on."""
+    (tmp_path / "tokenizer").mkdir()
+    save_tokenizer(letters(VOCAB), tmp_path / "tokenizer", eos_token="<|end|>")
+    child, terminal = pty.fork()
+    if child == 0:
+        command = [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            str(tmp_path),
+            "delay=0.01",
+            "--port",
+            "0",
+            "--num-blocks",
+            "400",
+        ]
+        os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": str(RUNTIME_TESTS)})
+    try:
+        printed = b""
+        while b"listening:" not in printed:
+            printed += os.read(terminal, 4096)
+        os.kill(child, signal.SIGHUP)  # its terminal is there: it goes on
+        time.sleep(0.3)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.close(terminal)
+        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+        child = 0
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)

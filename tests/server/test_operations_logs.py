@@ -3,25 +3,29 @@
 import asyncio
 import json
 import logging
+import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from compilerllm.runtime.messages import Stats
 from compilerllm.server.config import ServerConfig
-from compilerllm.server.errors import CannotWriteRequestLog
+from compilerllm.server.errors import CannotWriteRequestLog, TracingNotInstalled
 from compilerllm.server.records import RequestIdFilter, RequestRecord, begin_record, choose_request_id
 from compilerllm.server.request_log import RequestLog, redact
 from compilerllm.server.run import check_files
 from compilerllm.server.stats_line import log_stats, stats_line
 from compilerllm.server.streams import EngineStreams
-from compilerllm.server.tracing import Tracing
+from compilerllm.server.tracing import Tracing, open_tracing
 from compilerllm.text.tokenizer import Tokenizer
 from tests.server.conftest import Live, Start, serve
 from tests.server.fake_engine import FakeEngine
@@ -291,3 +295,40 @@ def test_a_span_for_each_request(tokenizer: Tokenizer) -> None:
     event = span.events[0]
     assert event.name == "first_token" and span.start_time <= event.timestamp <= span.end_time
     assert (refused.attributes or {})["http.response.status_code"] == 400 and refused.parent is None
+
+
+def test_spans_reach_a_collector() -> None:
+    """Over HTTP, as OTLP's protobuf; what still waits is sent at the end."""
+    got: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        thread = threading.Thread(target=collector.serve_forever)
+        thread.start()
+        tracing = open_tracing(f"http://127.0.0.1:{collector.server_port}/v1/traces", "fake")
+        record = RequestRecord("req-7", "POST", TEXT, "-")
+        record.ended = record.arrived + 1.5
+        tracing.record(record, [])
+        tracing.close()
+        collector.shutdown()
+        thread.join()
+    ((path, body),) = got
+    sent = ExportTraceServiceRequest.FromString(body).resource_spans[0]
+    (span,) = sent.scope_spans[0].spans
+    assert path == "/v1/traces" and span.name == "llm_request"
+    assert span.end_time_unix_nano - span.start_time_unix_nano == pytest.approx(1.5e9, rel=1e-6)
+    assert {a.key: a.value.string_value for a in sent.resource.attributes}["service.name"] == "compilerllm"
+
+
+def test_traces_without_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(TracingNotInstalled, match=r"compilerllm\[tracing\]"):
+        check_files(ServerConfig(otlp_traces_endpoint="http://127.0.0.1:1/v1/traces"))

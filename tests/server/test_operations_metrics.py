@@ -104,7 +104,7 @@ def test_buckets_are_vllm_s(live: Live) -> None:
 
 def test_tokens_of_a_step() -> None:
     class Scripted(FakeEngine):
-        async def stream(self):  # type: ignore[no-untyped-def,override]
+        async def stream(self):  # type: ignore[no-untyped-def]
             for steps, prompt, generated in ((1, 30, 0), (2, 30, 5), (2, 30, 5), (4, 40, 15), (1, 7, 0)):
                 stats = Stats(steps=steps, prompt_tokens=prompt, generation_tokens=generated)
                 yield Batch(deltas=[], stats=stats)
