@@ -66,7 +66,7 @@ def serving(*arguments: str, **environment: str) -> Iterator[tuple[str, str, lis
 def events(url: str) -> dict[str, int]:
     """The counter, by kind."""
     lines = httpx.get(url + "/metrics", timeout=20).text
-    found = re.findall(r'^compilerllm:compile_events_total\{kind="([^"]+)".*\} (\d+)\.0$', lines, re.M)
+    found = re.findall(r'^compilerllm:compile_events_total\{.*kind="([^"]+)".*\} (\d+)\.0$', lines, re.M)
     assert {kind for kind, _ in found} == set(KINDS)
     return {kind: int(n) for kind, n in found}
 
