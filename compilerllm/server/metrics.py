@@ -71,6 +71,7 @@ _REQUEST_SECONDS = (
 )
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _COUNTS = (1, 2, 5, 10, 20)
+_REASONS = ("stop", "length", "abort", "error")
 _OURS = frozenset(("engine_steps", "compile_events", "http_requests_open"))  # vLLM has none such
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -220,6 +221,8 @@ class Metrics:
             [*_LABELS, "finished_reason"],
             registry=self.registry,
         )
+        for reason in _REASONS:  # so that a rate over one that has not come yet is 0, not nothing
+            self._success.labels(**self._names, finished_reason=reason)
         self._last = Stats()
         streams.on_stats = self._observe_step
 

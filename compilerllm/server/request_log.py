@@ -140,8 +140,10 @@ class RequestLog:
 
 
 def _decode(kept: Kept) -> Any:
-    """The body as JSON; as text where it is none, or is cut off."""
-    if kept.whole and kept.size:
+    """The body as JSON; as text where it is none, or is cut off; None where there is none."""
+    if not kept.size:
+        return None
+    if kept.whole:
         try:
             return msgspec.json.decode(kept.data)
         except (msgspec.DecodeError, RecursionError):

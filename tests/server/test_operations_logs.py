@@ -129,7 +129,7 @@ def test_metadata_has_no_text(start: Start, tmp_path: Path) -> None:
     }
     assert whole["finish_reasons"] == {"stop": 1} and len(whole["key"]) == 8 and "response" not in whole
     assert 0 <= whole["first_token_seconds"] <= whole["seconds"]
-    assert refused["status"] == 401 and refused["key"] is None
+    assert refused["status"] == 401 and refused["key"] is None and refused["request"] is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
