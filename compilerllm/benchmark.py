@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from compilerllm import __version__
 from compilerllm.errors import CompilerLLMError, GenerationFailed
-from compilerllm.llm import LLM, Engine
 from compilerllm.runtime.messages import Request
 from compilerllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # they load torch, which a client of a server has no need of
+    from compilerllm.llm import LLM, Engine
 
 
 class CannotWriteResults(CompilerLLMError):
@@ -115,7 +117,7 @@ def made_up_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[
 
 
 def timed_run(
-    engine: Engine,
+    engine: "Engine",
     prompts: Sequence[list[int]],
     lengths: Sequence[int],
     on_end: Callable[[], None] = lambda: None,
@@ -178,7 +180,7 @@ def read_floor(model: object) -> dict[str, float] | None:
     }
 
 
-def describe(llm: LLM, benchmark: str) -> dict[str, Any]:
+def describe(llm: "LLM", benchmark: str) -> dict[str, Any]:
     """What every record says of its making."""
     ready = llm.engine.ready
     return {

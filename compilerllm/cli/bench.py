@@ -4,6 +4,7 @@
   compilerllm bench throughput model.gguf --num-prompts 64     many requests handed over at once
   compilerllm bench startup model.gguf                         a fresh process to its first token, cold and warm
   compilerllm bench kernels model --device cuda                where a step's time goes, kernel by kernel
+  compilerllm bench serve --url URL --request-rate 1,2,4        a server under load: TTFT, TPOT, goodput, a plot
 
 Prompts are random token ids with a fixed seed, decoding is greedy to the length asked for, and prefixes are not shared,
 so that two runs, or two systems, do the same work. --output FILE appends the JSON line to a file.
@@ -17,6 +18,7 @@ KINDS = {
     "throughput": "requests and tokens a second, many requests of mixed lengths at once",
     "startup": "seconds from a process's start to its first token, with an empty cache and a filled one",
     "kernels": "time of each kernel in a step, beside what the device could do",
+    "serve": "latency and goodput of a server, at rates of arrivals",
 }
 
 
