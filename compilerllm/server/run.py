@@ -164,7 +164,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
         loop="auto",  # uvloop where it is installed
         lifespan="on",
         log_config=None,
-        log_level="warning",
+        log_level="error",  # a port scan is no reason for a line each
         access_log=False,  # ours has the requests' ids
         root_path=config.root_path,
         h11_max_incomplete_event_size=config.max_header_bytes,
