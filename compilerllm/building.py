@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 from compilerllm import __version__
 from compilerllm.artifact import ArtifactInvalid, artifact_path, building, write_log, write_manifest
 from compilerllm.cache import is_usable
-from compilerllm.compiler import CompileRequest, OnStage, artifact_key, find_build_target, make_buckets
+from compilerllm.compiler import (
+    CompileRequest,
+    OnStage,
+    artifact_key,
+    find_build_target,
+    make_buckets,
+    make_pooling_buckets,
+)
 from compilerllm.cpu_artifact import write_cpu
 from compilerllm.environment import cache_dir
 from compilerllm.errors import CompilerLLMError
@@ -57,7 +64,7 @@ class Builder:
     def __init__(self, place: Path) -> None:
         self.place = place
         self._resolved: dict[tuple[str, str], ResolvedCheckpoint] = {}
-        self._captured: dict[tuple[str, str, bool], CapturedModel] = {}
+        self._captured: dict[tuple[str, str, bool, str], CapturedModel] = {}
 
     def build(self, request: CompileRequest, on_stage: OnStage = lambda stage: None) -> Path:
         """Compile; gives the artifact."""
@@ -68,7 +75,7 @@ class Builder:
         target, key = find_build_target(request.target), artifact_key(request, self.place)
         captured = self._capture(request, key, stage)
         stage("passes")
-        module, reports = run_pipeline(captured.module, self._options(request))
+        module, reports = run_pipeline(captured.module, self._options(request, captured))
         if isinstance(target, CudaTarget) and _measures(module, target, request, stage):
             key = artifact_key(request, self.place)  # of what is known now
         with building(key.digest) as folder:
@@ -98,14 +105,19 @@ class Builder:
             request.level,
             cuda_buckets(request.max_num_seqs, request.max_num_batched_tokens),
             lambda name, done, total: stage(f"verify {done}/{total}"),
-            options=self._options(request),
+            options=self._options(request, captured),
         ).require()
 
-    def _options(self, request: CompileRequest) -> "Options":
+    def _options(self, request: CompileRequest, captured: "CapturedModel") -> "Options":
         from compilerllm.passes.pipeline import Options
 
         target = find_build_target(request.target)
-        return Options(level=request.level, target=target.name, skip=frozenset(request.skip_passes))
+        return Options(
+            level=request.level,
+            target=target.name,
+            skip=frozenset(request.skip_passes),
+            stateless=captured.pooled is not None,
+        )
 
     def _resolve(self, request: CompileRequest, key: Key) -> "ResolvedCheckpoint":
         from compilerllm.models.resolve import resolve
@@ -120,10 +132,15 @@ class Builder:
         from compilerllm.models.model import capture_checkpoint
 
         checkpoint = self._resolve(request, key)
-        asked = str(key.fields["dtype"]), request.load_format, key.fields["weights"] == "packed"
+        asked = (
+            str(key.fields["dtype"]),
+            request.load_format,
+            key.fields["weights"] == "packed",
+            key.fields["task"],
+        )
         if asked not in self._captured:
             stage("capture")
-            self._captured[asked] = capture_checkpoint(checkpoint, keep_packed=asked[2])
+            self._captured[asked] = capture_checkpoint(checkpoint, keep_packed=asked[2], task=asked[3])
         return self._captured[asked]
 
     def _write_model(
@@ -144,12 +161,15 @@ class Builder:
         """What the manifest says of the model and of how it was compiled."""
         from compilerllm.ir.recipe import print_recipe
 
-        facts = captured.facts
+        facts, pooled = captured.facts, captured.pooled
         return {
             "version": __version__, "key": key.to_json(), "target": key.fields["target"], "level": request.level,
             "facts": facts.to_json() | {"name": ""}, "source": captured.weights.to_json() | {"path": ""},
-            "vocab_size": facts.vocab_size,
-            "max_model_len": min(request.max_model_len or facts.max_positions, facts.max_positions),
+            "vocab_size": facts.vocab_size if pooled is None else pooled["width"],
+            "max_model_len": min(request.max_model_len or facts.max_positions, facts.max_positions)
+            if pooled is None
+            else min(facts.max_positions, request.max_num_batched_tokens),
+            "pooling": pooled,
             "buckets": [dataclasses.asdict(b) for b in buckets],
             "parameters": [
                 {"name": p.name, "dtype": p.type.dtype, "shape": list(p.type.shape), "recipe": print_recipe(p.recipe)}
@@ -185,7 +205,8 @@ def _write_program(
                 module, target, buckets, request.level, vocab, folder, stage, candidates=request.candidates
             ),
         )
-    buckets = make_buckets(request.max_num_seqs, request.max_num_batched_tokens)
+    make = make_buckets if captured.pooled is None else make_pooling_buckets
+    buckets = make(request.max_num_seqs, request.max_num_batched_tokens)
     if isinstance(target, CudaTarget) or request.level == 0:
         stage("save")
         return module, buckets, {"program": None, "features": []}

@@ -72,6 +72,7 @@ class CompileRequest:
     max_num_batched_tokens: int = 2048
     load_format: Literal["auto", "dummy", "config"] = "auto"
     skip_passes: tuple[str, ...] = ()
+    runner: Literal["auto", "generate", "pooling"] = "auto"
     candidates: int = (
         3  # kernels shipped where no tuning data knows a problem, for the machine that serves to choose from
     )
@@ -88,7 +89,7 @@ class CompileRequest:
             config.model.model, config.model.dtype, config.model.weights, config.model.optimization_level,
             target or target_name(config.model.device),
             config.model.max_model_len, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens,
-            config.model.load_format, config.model.skipped,
+            config.model.load_format, config.model.skipped, config.model.runner,
         )  # fmt: skip
 
 
@@ -118,6 +119,12 @@ def make_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
     return (*decode, *(Bucket(t, min(t, max_num_seqs), t, t) for t in tokens))
 
 
+def make_pooling_buckets(max_num_seqs: int, max_tokens: int) -> tuple[Bucket, ...]:
+    """For steps of whole sequences: by tokens, any row of which may be wanted."""
+    tokens = [t for t in (64, 256, 1024, 4096, 16384) if t < max_tokens] + [max_tokens]
+    return tuple(Bucket(t, min(t, max_num_seqs), t, t) for t in tokens)
+
+
 def artifact_key(request: CompileRequest, place: Path) -> Key:
     """The key of what is asked for: what the model says of itself, how it is compiled, the tools' versions.
 
@@ -132,7 +139,13 @@ def artifact_key(request: CompileRequest, place: Path) -> Key:
         raise UnsupportedWeights(
             f"{place} is a GGUF file, which holds the configuration and the weights; leave out --from-config."
         )
-    return semantic_key(request, target, place)
+    key = semantic_key(request, target, place)
+    if isinstance(target, CudaTarget) and key.fields["task"] != "generate" and request.level > 0:
+        raise UnsupportedWeights(
+            f"{request.model} gives embeddings or labels, and attention over whole sequences has no CUDA kernel yet. Serve it "
+            "with --device cpu."
+        )
+    return key
 
 
 @dataclass(frozen=True)

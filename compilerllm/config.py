@@ -17,6 +17,8 @@ from compilerllm.errors import InvalidParameter
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("auto", "packed", "dense")
 LOAD_FORMATS = ("auto", "dummy")
+RUNNERS = ("auto", "generate", "pooling")
+POOLINGS = ("auto", "cls", "last", "mean")
 DEVICES = ("auto", "cpu", "cuda")
 MEBIBYTE = 1 << 20
 UNITS = {"B": 1} | {
@@ -108,6 +110,14 @@ class ModelConfig:
         "",
         "Passes of the compiler to leave out, separated by commas: what compilerllm bisect found at fault.",
     )
+    runner: Literal["auto", "generate", "pooling"] = _option(
+        "auto",
+        "What the model is for: generate (text), pooling (embeddings, or labels if it is a classifier); auto goes by its files.",
+    )
+    pooling: Literal["auto", "cls", "last", "mean"] = _option(
+        "auto",
+        "Which of a sequence's tokens give its embedding: the first (cls), the last, their mean; auto goes by the model's files.",
+    )
 
     def __post_init__(self) -> None:
         _require(self.device in DEVICES, "device", self.device, "one of " + ", ".join(DEVICES))
@@ -132,6 +142,8 @@ class ModelConfig:
                 self.served_model_name != "", "served_model_name", self.served_model_name, "a non-empty name"
             )
         _whole("optimization_level", self.optimization_level, 0, 3)
+        _require(self.runner in RUNNERS, "runner", self.runner, "one of " + ", ".join(RUNNERS))
+        _require(self.pooling in POOLINGS, "pooling", self.pooling, "one of " + ", ".join(POOLINGS))
         _require(
             isinstance(self.skip_passes, str), "skip_passes", self.skip_passes, "names separated by commas"
         )

@@ -20,6 +20,7 @@ _NOTES = frozenset(
 _TEXT_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json", "merges.txt",
     "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+    "modules.json", "1_Pooling/config.json", "sentence_bert_config.json",
 )  # fmt: skip
 _HASHED_AS_THEY_ARE = ("tokenizer.json", "vocab.json")
 _GGUF_SAYS = (
@@ -140,3 +141,20 @@ def resolve_dtype(asked: str, place: Path) -> str:
         if own := part.get("dtype") or part.get("torch_dtype"):
             return _DTYPES.get(str(own).removeprefix("torch."), "float32")
     return "float32"
+
+
+def resolve_task(runner: str, place: Path) -> str:
+    """What a model is for: ``generate``, ``embed`` or ``classify``. runner: ``auto`` goes by the model's own files."""
+    config = None if place.is_file() else _read_json(place / "config.json")
+    names = config.get("architectures") if isinstance(config, dict) else None
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    classifies = name.endswith("ForSequenceClassification")
+    if runner == "generate":
+        return "generate"
+    if runner == "pooling":
+        return "classify" if classifies else "embed"
+    if classifies:
+        return "classify"
+    bare = name.endswith(("Model", "ForMaskedLM", "ForPreTraining")) and not name.endswith("LMHeadModel")
+    embeds = bare or (place / "modules.json").is_file()
+    return "embed" if embeds else "generate"

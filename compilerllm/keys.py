@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from compilerllm import __version__
 from compilerllm.artifact import FORMAT, key_digest
-from compilerllm.description import Fields, describe_model, flatten, resolve_dtype
+from compilerllm.description import Fields, describe_model, flatten, resolve_dtype, resolve_task
 from compilerllm.environment import cache_dir
 from compilerllm.kernels.cpu.target import CpuTarget
 from compilerllm.kernels.triton.target import CudaTarget
@@ -54,6 +54,7 @@ def semantic_key(request: "CompileRequest", target: CpuTarget | CudaTarget, plac
         "target": target.name,
         "level": request.level,
         "dtype": resolve_dtype(request.dtype, place),
+        "task": resolve_task(request.runner, place),
         "weights": "packed"
         if model["kind"] == "gguf" and request.weights != "dense" and not on_gpu
         else "dense",

@@ -4,6 +4,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from compilerllm import compile_watch
 from compilerllm.artifact import cutlass_line, opaque_line, read_manifest
 from compilerllm.checkpoint import locate
@@ -11,7 +13,7 @@ from compilerllm.compiled import CompiledModel
 from compilerllm.config import EngineConfig
 from compilerllm.coverage import Limits, check_coverage
 from compilerllm.environment import cache_dir, num_threads
-from compilerllm.errors import CompilerLLMError
+from compilerllm.errors import CompilerLLMError, InvalidParameter
 from compilerllm.ir.recipe import parse_recipe
 from compilerllm.ir.step import Bucket, Executable
 from compilerllm.kernels.errors import KernelError
@@ -19,7 +21,7 @@ from compilerllm.kernels.launch.errors import WeightError
 from compilerllm.kernels.launch.weights import SourceSpec, execute
 from compilerllm.matching import check_model
 from compilerllm.picks import SECONDS
-from compilerllm.runtime.messages import ModelFacts
+from compilerllm.runtime.messages import ModelFacts, PoolingFacts
 from compilerllm.serving_artifact import MADE_UP, find_artifact, manifest_of, origin
 from compilerllm.targets import is_cuda
 
@@ -56,6 +58,7 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
     built = "found in the cache" if found.hit else f"{found.seconds:.1f} s"
     buckets = model.buckets
     decode = [b.sequences for b in buckets if b.max_query == 1]
+    pooled = manifest.get("pooling") is not None
     if manifest["level"] == 0:
         where = "torch operators on the CPU"
     elif is_cuda(manifest["target"]):
@@ -65,7 +68,9 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
     card = {
         "model": f"{config.model.display_name} ({manifest['facts']['architecture']}, {manifest['facts']['dtype']})",
         "target": f"{where}, level O{manifest['level']}",
-        "buckets": f"{len(decode)} decode ({decode[0]} to {decode[-1]} sequences), {len(buckets) - len(decode)} mixed "
+        "buckets": f"{len(buckets)} (up to {max(b.tokens for b in buckets)} tokens)"
+        if pooled
+        else f"{len(decode)} decode ({decode[0]} to {decode[-1]} sequences), {len(buckets) - len(decode)} mixed "
         f"(up to {max(b.tokens for b in buckets)} tokens)",
         "artifact": f"{manifest['id'][:12]} {origin(config, found)}",
         "memory": memory_line(model),
@@ -77,8 +82,44 @@ def load_engine_model(config: EngineConfig) -> tuple[Executable, ModelFacts]:
         card["cutlass"] = cutlass
     tokenizer = str(tokenizer_dir(found.path)) if manifest["tokenizer"] else ""
     return model, ModelFacts(
-        model=config.model.display_name, target=manifest["target"], card=card, tokenizer=tokenizer
+        model=config.model.display_name,
+        target=manifest["target"],
+        card=card,
+        tokenizer=tokenizer,
+        pooling=pooling_facts(config, manifest),
     )
+
+
+def pooling_facts(config: EngineConfig, manifest: dict[str, Any]) -> PoolingFacts | None:
+    """How the model pools: as the artifact says, or ``--pooling``. Raises ``InvalidParameter`` where that cannot be."""
+    if manifest.get("pooling") is None:
+        if config.model.runner == "pooling":
+            raise InvalidParameter(
+                "--runner is pooling, but this artifact is for generating text. Build one with --runner pooling.",
+                "runner",
+            )
+        if config.model.pooling != "auto":
+            raise InvalidParameter(
+                f"--pooling is {config.model.pooling}, but this model generates text. Say --runner pooling to get embeddings "
+                "of it.",
+                "pooling",
+            )
+        return None
+    facts = msgspec.convert(manifest["pooling"], PoolingFacts)
+    if config.model.runner == "generate":
+        raise InvalidParameter(
+            f"--runner is generate, but this artifact is for {facts.task}ing. Build one with --runner generate.",
+            "runner",
+        )
+    if config.model.pooling == "auto":
+        return facts
+    if facts.task == "classify":
+        raise InvalidParameter(
+            f"--pooling is {config.model.pooling}, but a classifier's head looks at the token that it was trained for. "
+            "Leave --pooling out.",
+            "pooling",
+        )
+    return msgspec.structs.replace(facts, pooling=config.model.pooling)
 
 
 def load_compiled(

@@ -60,6 +60,9 @@ class StepInputs:
     slots: Int32  # [S]: the sequence's row in device tables and slot states
     sample_rows: Int32  # [R]: indices into T whose logits are wanted
     adapter_id: Int32  # [T]: 0 is the base model
+    token_types: "Int32 | None" = (
+        None  # [T]: which text of a pair; only encoders that tell them apart ask for it
+    )
 
     @property
     def max_query(self) -> int:

@@ -31,6 +31,7 @@ from compilerllm.models.opset import ops
 from compilerllm.models.shapes import Shapes, bounds
 from compilerllm.models.stitch import stitch
 from compilerllm.models.swaps import Swaps, swapped
+from compilerllm.models.tasks import AUTO_CLASSES, WANTS, Task, check_head, has_token_types, wrapper
 
 _TRACED_TOKENS = 11
 
@@ -39,7 +40,8 @@ _TRACED_TOKENS = 11
 class Captured:
     """A captured model.
 
-    module: ``main(%input_ids: i64[1, T], %positions: i64[1, T])`` to logits ``[1, T, V]``, one function per layer kind.
+    module: ``main(%input_ids: i64[1, T], %positions: i64[1, T])`` to logits ``[1, T, V]``, one function per layer kind; for
+    the other tasks to hidden states or labels, from ``%token_types`` too where the model has them.
     types: dtype and shape of every parameter of the full model, by its name in the model's state dict. tied: names that
     are another parameter, by that parameter's name. skeleton: the model on the meta device.
     """
@@ -53,22 +55,11 @@ class Captured:
     skeleton: Any
 
 
-class _Logits(nn.Module):
-    """The model as a function of tokens and positions, without a cache."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model_ = model
-
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        logits: Tensor = self.model_(input_ids=input_ids, position_ids=positions, use_cache=False).logits
-        return logits
-
-
-def build_skeleton(config: Any, dtype: torch.dtype) -> Any:
+def build_skeleton(config: Any, dtype: torch.dtype, task: Task = "generate") -> Any:
     """The model on the meta device. Raises ``UnknownArchitecture`` or ``CaptureError`` where transformers cannot."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    auto = getattr(transformers, AUTO_CLASSES[task])
     interfaces.register()
     config = copy.deepcopy(config)
     # Built as eager: some classes look their attention up by name while they are made, and know none but theirs.
@@ -76,16 +67,18 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> Any:
         part._attn_implementation_internal = part._experts_implementation_internal = "eager"
     try:
         with torch.device("meta"), _quiet():
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            model: Any = auto.from_config(config, dtype=dtype)
     except Exception as error:  # whatever its constructor raises
-        if type(config) in AutoModelForCausalLM._model_mapping:
+        if type(config) in auto._model_mapping:
             raise CaptureError(
                 f"transformers cannot build this {config.model_type} model from its configuration: {first_line(error)}"
             ) from error
         raise UnknownArchitecture(
-            f"{config.model_type!r} ({type(config).__name__}) has no causal language model in the installed transformers; "
+            f"{config.model_type!r} ({type(config).__name__}) has no {WANTS[task]} in the installed transformers; "
             "upgrade transformers, or choose a decoder-only model"
         ) from error
+    if task == "classify":
+        check_head(model)
     for part in (model.config, model.config.get_text_config()):
         part._attn_implementation_internal = part._experts_implementation_internal = interfaces.NAME
     return model.eval()
@@ -124,22 +117,23 @@ def parameter_types(model: nn.Module) -> tuple[dict[str, TensorType], dict[str, 
 
 
 def capture(
-    config: Any, dtype: torch.dtype, *, packed: Mapping[str, str] | None = None, skeleton: Any = None
-) -> Captured:
-    """Capture the causal language model of a transformers configuration.
+    config: Any, dtype: torch.dtype, *, packed: Mapping[str, str] | None = None, skeleton: Any = None,
+    task: Task = "generate",
+) -> Captured:  # fmt: skip
+    """Capture a model of a transformers configuration, by default its causal language model.
 
     packed: IR dtypes (``q4_1`` ...) of the parameters that stay packed, by global name. skeleton: the result of
     ``build_skeleton`` for the same configuration, if there is one already; it is used up. Raises ``ModelError``.
     """
     packed = packed or {}
-    model = skeleton if skeleton is not None else build_skeleton(config, dtype)
+    model = skeleton if skeleton is not None else build_skeleton(config, dtype, task)
     text_config = model.config.get_text_config()
     types, tied = parameter_types(model)
     plan = plan_layers(model, text_config, packed)
     unknown = restore_buffers(model)
     with one_of_each(model, text_config, plan) as layers, swapped(model) as count:
         constants = dict(model.named_buffers(remove_duplicate=False))
-        exported, names = _export(model, layers, text_config)
+        exported, names = _export(model, layers, text_config, task)
         swaps = count()
     graph, shapes, dims, inputs, sources = _sources(exported, names, constants, unknown, packed, plan, tied)
     module, opaque = stitch(graph, plan, inputs, sources, shapes, dims)
@@ -163,7 +157,7 @@ def _mark(layer: nn.Module, index: int) -> None:
     layer.forward = forward
 
 
-def _export(model: Any, layers: nn.ModuleList, config: Any) -> tuple[Any, dict[str, str]]:
+def _export(model: Any, layers: nn.ModuleList, config: Any, task: Task) -> tuple[Any, dict[str, str]]:
     """The exported program, functionalised. Parameters become fake tensors, one each (tied ones apart)."""
     for index, layer in enumerate(layers):
         _mark(layer, index)
@@ -176,15 +170,16 @@ def _export(model: Any, layers: nn.ModuleList, config: Any) -> tuple[Any, dict[s
             for key, buffer in list(module._buffers.items()):
                 if buffer is not None:
                     module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
-        ids = torch.zeros(1, _TRACED_TOKENS, dtype=torch.long)
-        positions = torch.zeros(1, _TRACED_TOKENS, dtype=torch.long)
+        inputs = ["input_ids", "positions"]
+        if task != "generate" and has_token_types(model):
+            inputs.append("token_types")
+        given = tuple(torch.zeros(1, _TRACED_TOKENS, dtype=torch.long) for _ in inputs)
     limit = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
     tokens = torch.export.Dim("T", min=2, max=max(limit, _TRACED_TOKENS + 1))
-    wrapper = _Logits(model)
     try:
         with torch.no_grad(), _quiet():
             exported = torch.export.export(
-                wrapper, (ids, positions), dynamic_shapes={"input_ids": {1: tokens}, "positions": {1: tokens}},
+                wrapper(model, task), given, dynamic_shapes={name: {1: tokens} for name in inputs},
                 strict=False, prefer_deferred_runtime_asserts_over_guards=True,
             ).run_decompositions({})  # fmt: skip
     except ModelError:

@@ -77,11 +77,11 @@ def model_facts(
     name: str, config: Any, dtype: str, windows: tuple[int, ...], generation: Mapping[str, Any]
 ) -> ModelFacts:
     text = config.get_text_config()
-    eos = dict.fromkeys((*ids(generation.get("eos_token_id")), *ids(text.eos_token_id)))
+    eos = dict.fromkeys((*ids(generation.get("eos_token_id")), *ids(getattr(text, "eos_token_id", None))))
     return ModelFacts(
         name=name, architecture=str(text.model_type), dtype=dtype, vocab_size=int(text.vocab_size),
         hidden_size=int(text.hidden_size), num_layers=int(text.num_hidden_layers), max_positions=max_positions(text),
-        eos_token_ids=tuple(eos), bos_token_id=next(iter(ids(text.bos_token_id)), None),
-        pad_token_id=next(iter(ids(text.pad_token_id)), None), windows=windows,
+        eos_token_ids=tuple(eos), bos_token_id=next(iter(ids(getattr(text, "bos_token_id", None))), None),
+        pad_token_id=next(iter(ids(getattr(text, "pad_token_id", None))), None), windows=windows,
         sampling={k: generation[k] for k in _SAMPLING if isinstance(generation.get(k), int | float)},
     )  # fmt: skip

@@ -14,7 +14,9 @@ from compilerllm.models.capture import Captured, build_skeleton, capture, parame
 from compilerllm.models.expected import expected_tensors
 from compilerllm.models.facts import ModelFacts, generation_config, model_facts
 from compilerllm.models.gguf_names import gguf_table
+from compilerllm.models.pooled import pooled_facts
 from compilerllm.models.resolve import ResolvedCheckpoint
+from compilerllm.models.tasks import Task, first_position
 from compilerllm.models.tokenizer import gguf_generation
 from compilerllm.models.weights import Names, conversion_table
 
@@ -24,7 +26,8 @@ class CapturedModel:
     """A model ready for the passes.
 
     module: the captured form. names: binds parameters to the checkpoint after the passes. weights: what the server opens
-    (``SourceSpec``). captured: what was swapped and what stayed opaque, for ``explain``.
+    (``SourceSpec``). captured: what was swapped and what stayed opaque, for ``explain``. pooled: for a model that gives no
+    tokens, how its rows become vectors or labels (``pooled_facts``).
     """
 
     module: Module
@@ -32,13 +35,16 @@ class CapturedModel:
     names: Names
     weights: SourceSpec
     captured: Captured
+    pooled: Mapping[str, Any] | None = None
 
 
-def capture_checkpoint(checkpoint: ResolvedCheckpoint, *, keep_packed: bool = False) -> CapturedModel:
+def capture_checkpoint(
+    checkpoint: ResolvedCheckpoint, *, keep_packed: bool = False, task: Task = "generate"
+) -> CapturedModel:
     """Capture a checkpoint's model. ``keep_packed``: GGUF matrices in Q4_0, Q4_1 or Q8_0 stay so, where linears and
     embeddings read them. Raises ``ModelError`` or ``WeightError``.
     """
-    skeleton = build_skeleton(checkpoint.config, checkpoint.dtype)
+    skeleton = build_skeleton(checkpoint.config, checkpoint.dtype, task)
     types, tied = parameter_types(skeleton)
     spec = checkpoint.weights
     if spec.kind == "dummy":
@@ -52,11 +58,16 @@ def capture_checkpoint(checkpoint: ResolvedCheckpoint, *, keep_packed: bool = Fa
     packed = (
         {n: p for n in types if (p := names.packed_dtype(n))} if keep_packed and spec.kind == "gguf" else {}
     )
-    captured = capture(checkpoint.config, checkpoint.dtype, packed=packed, skeleton=skeleton)
+    captured = capture(checkpoint.config, checkpoint.dtype, packed=packed, skeleton=skeleton, task=task)
     generation = _generation(checkpoint)
     dtype = IR_DTYPES[checkpoint.dtype]
     facts = model_facts(checkpoint.name, checkpoint.config, dtype, _windows(captured.module), generation)
-    return CapturedModel(captured.module, facts, names, spec, captured)
+    pooled = None
+    if task != "generate":
+        pooled = pooled_facts(checkpoint, captured.module, skeleton, task)
+        most = facts.max_positions - first_position(skeleton)
+        facts = replace(facts, max_positions=min(most, pooled.pop("max_tokens") or most))
+    return CapturedModel(captured.module, facts, names, spec, captured, pooled)
 
 
 def _shape(type: TensorType) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from compilerllm.ir.recipe import Literal
 from compilerllm.passes.opinfo import ARITHMETIC, same_graph
 from compilerllm.passes.report import PassReport
 
-_ATTENTION = frozenset(("attention", "paged_attention"))
+_ATTENTION = frozenset(("attention", "paged_attention", "varlen_attention"))
 # What a power of two passes through unchanged: q may be reshaped and rotated between the product and the attention.
 _LINEAR_OPS = frozenset(("reshape", "permute", "rope"))
 

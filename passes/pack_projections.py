@@ -84,7 +84,7 @@ def _role(linear: Node, matcher: Matcher) -> _Role | None:
         user = matcher.uses[value][0]
         if user.op == "gated_act":
             return _Role(user, user.inputs.index(value), 2)
-        if user.op == "attention":
+        if user.op in ("attention", "varlen_attention"):
             return _Role(user, user.inputs.index(value), 3)
         if user.op == "kv_write":
             return _Role(user.inputs[0], user.inputs.index(value), 3)

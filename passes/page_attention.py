@@ -16,6 +16,8 @@ After::
 its first input. What would mix tokens of different sequences is refused (``servable.py``).
 """
 
+from collections.abc import Callable
+
 from compilerllm.ir.builder import Rewriter
 from compilerllm.ir.graph import Attr, Graph, Module, Node, Value
 from compilerllm.ir.types import STEP, StateType, StepType
@@ -26,13 +28,26 @@ from compilerllm.passes.servable import check_servable
 
 TOKEN_IDS = ("input_ids", "token_ids")
 POSITIONS = ("positions", "position_ids")
+TOKEN_TYPES = ("token_types", "token_type_ids")
 # Ops that take whole numbers of any width, so that the step's i32 needs no cast.
 _ANY_INTEGER = frozenset(("embedding", "rotary_table", "cast", "gather_rows"))
 _MAX_ROWS = 2**31 - 1
 
+# One attention in a graph being rewritten, the step, how many came before it in the function -> its result.
+Replace = Callable[[Rewriter, Node, Value, int], Value]
+
 
 def page_attention(module: Module, report: PassReport) -> Module:
     """Rewrite all functions. Raises ``NotServable`` naming the function, the reason and what to do."""
+
+    def page(r: Rewriter, node: Node, step: Value, number: int) -> Value:
+        return _page(r, node, step, f"kv{number + 1}" if number else "kv")
+
+    return give_step(module, report, "page_attention", page)
+
+
+def give_step(module: Module, report: PassReport, by: str, replace: Replace) -> Module:
+    """The module with the step as ``main``'s only input and every attention replaced. Raises ``NotServable``."""
     if any(isinstance(v.type, StepType) for v in module.main.inputs):
         return module
     if not any(n.op in ("attention", "slot_conv") for g in module.functions.values() for n in g.nodes):
@@ -44,8 +59,8 @@ def page_attention(module: Module, report: PassReport) -> Module:
     with_step = _functions_with_step(module)
     for name, graph in module.functions.items():
         if name != "main":
-            module = module.with_functions(_page_function(graph, with_step, report))
-    module = module.with_functions(_page_function(module.main, with_step, report))
+            module = module.with_functions(_give_function(graph, with_step, report, by, replace))
+    module = module.with_functions(_give_function(module.main, with_step, report, by, replace))
     for graph in module.functions.values():
         check_servable(graph)
     return module
@@ -63,7 +78,9 @@ def _functions_with_step(module: Module) -> frozenset[str]:
         found |= more
 
 
-def _page_function(graph: Graph, with_step: frozenset[str], report: PassReport) -> Graph:
+def _give_function(
+    graph: Graph, with_step: frozenset[str], report: PassReport, by: str, replace: Replace
+) -> Graph:
     if graph.name not in with_step:
         return graph
     step = Value("step", STEP)
@@ -73,7 +90,7 @@ def _page_function(graph: Graph, with_step: frozenset[str], report: PassReport) 
         raise NotServable(
             graph.name, "it already has a value called %step", "Rename it in the captured graph."
         )
-    r = Rewriter(graph, "page_attention", inputs=inputs)
+    r = Rewriter(graph, by, inputs=inputs)
     r.fresh("step")
     if is_main:
         _bind_main_inputs(graph, r, step)
@@ -84,8 +101,8 @@ def _page_function(graph: Graph, with_step: frozenset[str], report: PassReport) 
     def visit(_: Rewriter, node: Node) -> tuple[Value, ...] | None:
         if node.op == "attention":
             report.match()
-            states.append("kv" if not states else f"kv{len(states) + 1}")
-            return (_page(r, node, step, states[-1]),)
+            replaced.append(node)
+            return (replace(r, node, step, len(replaced) - 1),)
         if node.op == "call" and node.fn in with_step:
             operands = [step, *(r.get(v) for v in node.operands)]
             suffix = node.text("states", "") or _suffix(node.text("params", ""))
@@ -100,7 +117,7 @@ def _page_function(graph: Graph, with_step: frozenset[str], report: PassReport) 
             )
         return None
 
-    states: list[str] = []
+    replaced: list[Node] = []
     wide = {v: v.tensor.dtype for v in graph.inputs if is_main}
     return same_graph(graph, r.run(visit))
 
@@ -120,11 +137,12 @@ def _widened(r: Rewriter, value: Value | None, wide: dict[Value, str]) -> Value 
 
 def _bind_main_inputs(graph: Graph, r: Rewriter, step: Value) -> None:
     for value in graph.inputs:
-        field = "token_ids" if value.name in TOKEN_IDS else "positions" if value.name in POSITIONS else None
+        names = {"token_ids": TOKEN_IDS, "positions": POSITIONS, "token_types": TOKEN_TYPES}
+        field = next((field for field, known in names.items() if value.name in known), None)
         if field is None:
             raise NotServable(
                 "main", f"it takes %{value.name}, which a step does not hold",
-                f"A captured main takes {TOKEN_IDS[0]} and {POSITIONS[0]} only.",
+                f"A captured main takes {TOKEN_IDS[0]}, {POSITIONS[0]} and {TOKEN_TYPES[0]} only.",
             )  # fmt: skip
         if value.tensor.rank != 1:
             raise NotServable("main", f"%{value.name} is {value.type}, not [T]", "Run drop_batch first.")

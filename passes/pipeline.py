@@ -34,6 +34,7 @@ from compilerllm.passes.raise_partial_rope import raise_partial_rope
 from compilerllm.passes.raise_softcap import raise_softcap
 from compilerllm.passes.report import PassReport
 from compilerllm.passes.rotate_boundary import rotate_boundary
+from compilerllm.passes.segment_attention import segment_attention
 from compilerllm.passes.shard import Mesh, shard
 from compilerllm.passes.split_heads import split_heads
 
@@ -49,7 +50,8 @@ class Options:
     level: 0 to 3. target: the machine's name (no pass depends on it yet; kernels do). serve: False for a module that
     is no language model (``torch.compile``): the serve phase is left out. skip: names of passes to leave out, to
     bisect. verify: check the module after every pass. dump_ir: a folder for one numbered file a pass that changed
-    something. mesh: this rank's place among tensor-parallel ranks. adapters: slots for low-rank adapters.
+    something. mesh: this rank's place among tensor-parallel ranks. adapters: slots for low-rank adapters. stateless: every
+    step has whole sequences, so that nothing is kept from one to the next.
     """
 
     level: int = 2
@@ -60,6 +62,7 @@ class Options:
     dump_ir: Path | None = None
     mesh: Mesh | None = None
     adapters: AdapterOptions | None = None
+    stateless: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,11 @@ PASSES: tuple[Pass, ...] = (
     # serve: from one sequence to a step of many
     _graph(drop_batch, "serve", "[1, T, ...] -> [T, ...]", level=0),
     _graph(canonicalise, "serve", "what the batch axis hid", level=0),
+    Pass(
+        "segment_attention", "serve", "attention -> varlen_attention over a step of whole sequences", 0,
+        on_module=lambda module, report, _: segment_attention(module, report),
+        wanted=lambda options: options.stateless,
+    ),
     _module(page_attention, "serve", "attention -> kv_write and paged_attention over states", level=0),
     _module(rotate_boundary, "serve", "a layer's last add moves to the next layer's start"),
     _graph(gather_rows, "serve", "final norm and lm_head for sampled rows only", level=0),

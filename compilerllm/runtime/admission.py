@@ -13,10 +13,13 @@ class Limits:
     max_model_len: int
     vocab_size: int
     max_open_requests: int | None  # running and waiting; None = no limit
+    pools: bool = False  # whether the model gives vectors instead of tokens
 
     @staticmethod
     def of(ready: Ready) -> "Limits":
-        return Limits(ready.max_model_len, ready.vocab_size, ready.max_open_requests)
+        return Limits(
+            ready.max_model_len, ready.vocab_size, ready.max_open_requests, ready.pooling is not None
+        )
 
     def check(self, request: Request, num_open: int) -> None:
         """Raise an ``InvalidParameter`` or ``QueueFull`` if ``request`` cannot be taken beside ``num_open`` others.
@@ -33,7 +36,13 @@ class Limits:
                 f"The prompt has the token id {bad}, but the model's ids run from 0 to {self.vocab_size - 1}.",
                 "prompt",
             )
-        least = max(1, params.min_tokens)
+        if (request.pool is None) == self.pools:
+            raise InvalidParameter(
+                "This model gives embeddings or labels, and no text."
+                if self.pools
+                else "This model gives text, no embeddings."
+            )
+        least = 0 if self.pools else max(1, params.min_tokens)
         if len(prompt) + least > self.max_model_len:
             raise ContextLengthExceeded(len(prompt), least, self.max_model_len)
         for name, ids in (

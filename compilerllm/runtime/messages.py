@@ -4,6 +4,8 @@ One schema for the in-process engine and for the one behind ZMQ (msgspec, Messag
 tokenizes before and detokenizes after, except that stop strings are the face's business too (it aborts).
 """
 
+from typing import Literal
+
 import msgspec
 
 from compilerllm.sampling_params import SamplingParams
@@ -17,8 +19,21 @@ class ThinkingMarks(msgspec.Struct, frozen=True, array_like=True):
     begun: bool = False
 
 
+class Pool(msgspec.Struct, frozen=True):
+    """What is wanted of a model that pools, for one prompt. ``second``: where the second text of a pair begins.
+
+    each_token: a vector for every token instead of one. activate: normalise a vector, or make scores of labels; None: as
+    the model's files say. dimensions: the first so many of a vector, normalised again.
+    """
+
+    second: int | None = None
+    each_token: bool = False
+    activate: bool | None = None
+    dimensions: int | None = None
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
-    """One prompt to generate from. ``params.n`` > 1 is split by the face into n requests with derived seeds."""
+    """One prompt to generate from, or to pool. ``params.n`` > 1 is split by the face into n requests with derived seeds."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -30,6 +45,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     priority: int = 0  # lower ones run first, where the policy is "priority"
     bad_words: list[list[int]] = []  # ``params.bad_words`` as the tokenizer writes them, each in all its ways
     thinking: ThinkingMarks | None = None  # for ``params.thinking_token_budget``
+    pool: Pool | None = None  # nothing is generated: the answer is a vector
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -67,6 +83,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     num_preemptions: int = 0
     queue_seconds: float = 0.0  # arrival to first scheduling; set on the first delta
     prefill_seconds: float = 0.0  # first scheduling to first token; set on the first delta
+    embedding: bytes | None = None  # of a request that pools: float32 in this machine's order, row after row
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
@@ -85,6 +102,22 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     compile_events: dict[str, int] = {}  # by kind, in the engine's process; a warm one has none
 
 
+class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a model that gives no tokens. ``width``: of a row: the embedding's size, or the number of labels.
+
+    pooling: which rows of a sequence count. activation: what makes scores of a classifier's row.
+    """
+
+    task: Literal["embed", "classify"]
+    pooling: Literal["cls", "last", "mean"]
+    normalize: bool
+    activation: Literal["identity", "sigmoid", "softmax"]
+    labels: tuple[str, ...]
+    width: int
+    vocab_size: int
+    token_types: bool
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a loader tells of the model it loaded, for ``Ready`` and the startup card."""
 
@@ -92,6 +125,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     card: dict[str, str] = {}  # label -> text, in print order; the engine adds the lines about KV blocks
     tokenizer: str = ""  # folder of the tokenizer, for grammars; "" where there is none
+    pooling: PoolingFacts | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -107,6 +141,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     policy: str = "fcfs"  # in which order requests run
     pid: int = 0  # the engine's process
     compile_events: dict[str, int] = {}  # by kind, in that process so far
+    pooling: PoolingFacts | None = None  # of a model that gives no tokens
     card: dict[str, str]  # label -> text, in print order: model, target, buckets, KV blocks, memory, compile
 
 

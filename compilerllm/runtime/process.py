@@ -28,6 +28,7 @@ from compilerllm.ir.step import Executable
 from compilerllm.runtime.engine import InProcessEngine
 from compilerllm.runtime.grammars import make_grammars
 from compilerllm.runtime.messages import Batch, Delta, Failed, Inbound, ModelFacts, Request
+from compilerllm.runtime.pooling import PoolingEngine
 
 HEARTBEAT_SECONDS = 1.0
 START_FILE = "start.json"
@@ -47,7 +48,7 @@ class Start(msgspec.Struct, frozen=True):
 def main() -> None:
     """Load, say ready, serve. Exit status 0 after a failure that was told to the parent."""
     logging.basicConfig(level=logging.INFO, format="engine: %(message)s", stream=sys.stderr)
-    for ending in (signal.SIGINT, signal.SIGTERM):
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Ctrl-C and service managers reach the whole group; the parent ends us once open requests have finished.
         signal.signal(ending, signal.SIG_IGN)
     compile_watch.watch()
@@ -85,12 +86,14 @@ def main() -> None:
     context.term()
 
 
-def load(start: Start) -> InProcessEngine:
+def load(start: Start) -> InProcessEngine | PoolingEngine:
     """Call the factory and put an engine around its model."""
     module, _, name = start.factory.partition(":")
     factory: Factory = getattr(importlib.import_module(module), name)
     model, facts = factory(start.config)
     config = start.config
+    if facts.pooling is not None:
+        return PoolingEngine(model, config.scheduler, facts=facts, max_model_len=config.model.max_model_len)
     return InProcessEngine(
         model,
         config.scheduler,
@@ -101,7 +104,9 @@ def load(start: Start) -> InProcessEngine:
     )
 
 
-def serve(engine: InProcessEngine, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket[bytes]") -> NoReturn:
+def serve(
+    engine: InProcessEngine | PoolingEngine, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket[bytes]"
+) -> NoReturn:
     """The loop: take in what has come, step, send what it says; sleep on the socket when there is nothing to do."""
     decode = msgspec.msgpack.Decoder(Inbound).decode
     while True:
@@ -130,7 +135,7 @@ class _Lifeline(threading.Thread):
 
     def __init__(self, directory: Path, parent: int) -> None:
         super().__init__(daemon=True, name="lifeline")
-        self.engine: InProcessEngine | None = None  # set when it is ready
+        self.engine: InProcessEngine | PoolingEngine | None = None  # set when it is ready
         self._directory = directory
         self._parent = parent
 

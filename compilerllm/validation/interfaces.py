@@ -16,7 +16,7 @@ from compilerllm.ir.types import StepType
 from compilerllm.kernels.groups import paged_windows
 from compilerllm.kernels.reference.collective import Collective, ThreadCollective
 from compilerllm.kernels.reference.states import BLOCK_SIZE, State, allocate_states
-from compilerllm.passes.page_attention import POSITIONS, TOKEN_IDS
+from compilerllm.passes.page_attention import POSITIONS, TOKEN_IDS, TOKEN_TYPES
 from compilerllm.passes.shard import Mesh
 from compilerllm.validation.blame import blame
 from compilerllm.validation.errors import CannotValidate
@@ -101,6 +101,7 @@ CHUNKS: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((4, 29, 3, 1), (0, 1, 1, 3), (1, 0, 0, 0)),
     ((30, 2, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 0, 0), (0, 0, 1, 0, 0, 0, 0)),
 )
+WHOLE: tuple[tuple[tuple[int, ...], ...], ...] = (((37,), (5,), (1,)), ((1,), (33,), (30,)))
 
 
 def page_attention(app: Application) -> Iterator[Difference]:
@@ -109,6 +110,15 @@ def page_attention(app: Application) -> Iterator[Difference]:
     Every function that now takes the step is run by itself, then ``main`` from token ids to its results. A row of a
     result belongs to a sequence and a position; it must be within budget of the row that the sequence alone gives.
     """
+    yield from _stepped(app, CHUNKS)
+
+
+def segment_attention(app: Application) -> Iterator[Difference]:
+    """One sequence, against steps that hold several whole ones."""
+    yield from _stepped(app, WHOLE)
+
+
+def _stepped(app: Application, ways: tuple[tuple[tuple[int, ...], ...], ...]) -> Iterator[Difference]:
     if app.before is app.after:
         return
     for name, graph in app.before.functions.items():
@@ -117,7 +127,7 @@ def page_attention(app: Application) -> Iterator[Difference]:
             continue
         before, after = isolate(app.before, name), isolate(app.after, name)
         for factor, label in ((1.0, "random"), (16.0, "large"), (2.0**-8, "tiny"), (0.0, "zeros")):
-            for chunks in CHUNKS if factor == 1.0 else CHUNKS[1:2]:
+            for chunks in ways if factor == 1.0 else ways[1:2]:
                 yield from _paged(app, name, before, after, factor, label, chunks)
 
 
@@ -168,6 +178,8 @@ def _sequence(before: Module, length: int, generator: torch.Generator, factor: f
             made.append(torch.randint(0, vocabulary(before), (length,), generator=generator))
         elif value.name in POSITIONS:
             made.append(torch.arange(length))
+        elif value.name in TOKEN_TYPES:
+            made.append(torch.arange(length) * 2 // length)
         else:
             made.append(make_tensor(before, value, {"T": length}, generator, 2.0 * factor))
     return made
@@ -190,6 +202,8 @@ def _chunked(
         spans = [(d, d + n) for d, n in zip(done, sizes, strict=True)]
         done = [b for _, b in spans]
         ids = [inputs[s][0][a:b] for s, (a, b) in enumerate(spans)]
+        types = [inputs[s][i][a:b] for i, v in enumerate(before.inputs) if v.name in TOKEN_TYPES
+                 for s, (a, b) in enumerate(spans)]  # fmt: skip
         step = StepInputs(
             token_ids=np.zeros(sum(sizes), np.int32)
             if ids[0].is_floating_point()
@@ -201,6 +215,7 @@ def _chunked(
             slots=np.arange(count, dtype=np.int32),
             sample_rows=np.arange(sum(sizes), dtype=np.int32),
             adapter_id=np.zeros(sum(sizes), np.int32),
+            token_types=torch.cat(types).int().numpy() if types else None,
         )
         given = []
         if len(after.main.inputs) > 1:

@@ -75,6 +75,7 @@ def _in_bucket(app: Application, trial: Trial) -> bool:
 RELATIONS: dict[str, Relation] = {
     "drop_batch": interfaces.drop_batch,
     "page_attention": interfaces.page_attention,
+    "segment_attention": interfaces.segment_attention,
     "rotate_boundary": Same(alone=False),
     "gather_rows": Same(interfaces.sampled_rows, exact=_rows_in_order),
     "gather_early": Same(exact=_rows_in_order),

@@ -14,6 +14,7 @@ STEP_FIELDS: dict[str, TensorType] = {
     "slots": TensorType("i32", (symbol("S"),)),
     "sample_rows": TensorType("i32", (symbol("R"),)),
     "adapter_id": TensorType("i32", (symbol("T"),)),
+    "token_types": TensorType("i32", (symbol("T"),)),
 }
 
 
@@ -81,6 +82,31 @@ define(
 define(
     "paged_attention(q, state, step, sinks?)", "each token attends to its sequence's context up to itself",
     _paged_attention, attrs="scale, window?, softcap?", flops=paged_flops, reduction=Reduction.CONTEXT, reads_state=True,
+)  # fmt: skip
+
+
+def _varlen_attention(call: OpCall) -> tuple[TensorType, ...]:
+    q, k, v = call["q"], call["k"], call["v"]
+    step(call)
+    call.require(
+        q.rank == 3 and k.rank == 3 and v.rank == 3, f"q, k, v must be [T, H, D], but are {q}, {k}, {v}"
+    )
+    call.same(q.shape[0], k.shape[0], "T of q and k")
+    call.same(q.shape[2], k.shape[2], "D of q and k")
+    call.require(k.shape[:2] == v.shape[:2], f"k and v must have the same heads, but are {k} and {v}")
+    heads, kv = q.shape[1], k.shape[1]
+    if isinstance(heads, int) and isinstance(kv, int):
+        call.require(heads % kv == 0, f"{heads} heads do not share {kv} key heads")
+    if (sinks := call.optional("sinks")) is not None:
+        call.require(sinks.shape == (heads,), f"sinks must be [{heads}], but are {sinks}")
+    return (q.with_shape(q.shape[0], heads, v.shape[2]),)
+
+
+# window as for attention: the query itself and what is less than that many tokens away, on both sides where not causal.
+define(
+    "varlen_attention(q, k, v, step, sinks?)", "attention within each sequence of the step, all of whose tokens are in it",
+    _varlen_attention, attrs="scale, causal, window?, softcap?", flops=lambda n: 4 * n.operand(0).tensor.numel * symbol("C"),
+    reduction=Reduction.CONTEXT,
 )  # fmt: skip
 
 

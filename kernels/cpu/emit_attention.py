@@ -129,25 +129,36 @@ def paged_attention(e: FunctionEmitter, node: Node) -> None:
 
 @emitter("attention")
 def attention(e: FunctionEmitter, node: Node) -> None:
+    count = e.rows(node.operand(0), 1)[1]
+    bounds = e.fresh("seg")
+    e.line(f"const int {bounds}[2] = {{0, int({count})}};")
+    _dense_attention(e, node, node.input(3), "1", bounds)
+
+
+@emitter("varlen_attention")
+def varlen_attention(e: FunctionEmitter, node: Node) -> None:
+    _dense_attention(e, node, node.input(4), "int(c.step->sequences)", "c.step->query_start")
+
+
+def _dense_attention(e: FunctionEmitter, node: Node, sinks: Value | None, segments: str, bounds: str) -> None:
+    """Attention among the rows of each segment. ``segments`` and ``bounds`` are C++: how many, and where each begins."""
     q, k, v, out = node.operand(0), node.operand(1), node.operand(2), node.output
     kind = float_type(e, q)
     e.need("attention.h")
-    (qr, count, _, qs), (kr, _, _, ks), (vr, _, _, vs) = e.rows(q, 1), e.rows(k, 1), e.rows(v, 1)
+    (qr, _, _, qs), (kr, _, _, ks), (vr, _, _, vs) = e.rows(q, 1), e.rows(k, 1), e.rows(v, 1)
     if v.shape[2] != q.shape[2]:
         raise UnsupportedByTarget(
             f"@{e.graph.name}: {node!r}: values {v.shape[2]} wide beside keys {q.shape[2]} wide have no CPU kernel"
         )
-    sink_pointer = float_operand(e, node.input(3))
+    sink_pointer = float_operand(e, sinks)
     causal = "true" if node.attrs["causal"] else "false"
     params = (
         f"AttnParams{{{c_dim(q.shape[1])}, {c_dim(k.shape[1])}, {c_dim(q.shape[2])}, {c_number(node.number('scale'))}f, "
         f"{node.integer('window', 0)}, {c_number(node.number('softcap', 0.0))}f, {causal}, {sink_pointer}}}"
     )
-    bounds = e.fresh("seg")
-    e.line(f"const int {bounds}[2] = {{0, int({count})}};")
     width = c_dim(out.shape[1] * out.shape[2])
     e.line(
-        f"dense_attention<{kind}>(team, {qr.pointer}, {qs}, {kr.pointer}, {ks}, {vr.pointer}, {vs}, {e.ref(out).pointer}, {width}, {params}, 1, {bounds});"
+        f"dense_attention<{kind}>(team, {qr.pointer}, {qs}, {kr.pointer}, {ks}, {vr.pointer}, {vs}, {e.ref(out).pointer}, {width}, {params}, {segments}, {bounds});"
     )
     e.sync()
     e.note(node, "dense_attention", values=kind)

@@ -31,7 +31,8 @@ class StepArgs(C.Structure):
         *(
             (name, C.c_void_p)
             for name in (
-                "token_ids", "positions", "query_start", "seq_lens", "slots", "sample_rows", "adapter_id", "block_tables",
+                "token_ids", "positions", "query_start", "seq_lens", "slots", "sample_rows", "adapter_id",
+                "token_types", "block_tables",
             )
         ),
         ("sequences", C.c_int64),

@@ -14,7 +14,8 @@ from compilerllm.kernels.launch.library import HOST_FN, Ctx, Library, StepArgs
 from compilerllm.kernels.launch.memory import ARENA_MARGIN, Region
 
 _STEP_ARRAYS = (
-    "token_ids", "positions", "query_start", "seq_lens", "slots", "sample_rows", "adapter_id", "block_tables",
+    "token_ids", "positions", "query_start", "seq_lens", "slots", "sample_rows", "adapter_id", "token_types",
+    "block_tables",
 )  # fmt: skip
 
 
@@ -92,6 +93,9 @@ class CpuProgram:
         args = self._step
         for name in _STEP_ARRAYS:
             array = getattr(step, name)
+            if array is None:
+                setattr(args, name, None)
+                continue
             if array.dtype != np.int32 or not array.flags.c_contiguous:
                 raise ArtifactError(f"step input {name} must be contiguous int32, but is {array.dtype}")
             setattr(args, name, array.ctypes.data)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compilerllm.kernels.reference.errors import FreedBlock, NoCollective
-from compilerllm.kernels.reference.model_ops import linear, masked_attention
+from compilerllm.kernels.reference.model_ops import attention, linear, masked_attention
 from compilerllm.kernels.reference.registry import reference
 from compilerllm.kernels.reference.states import State, Step
 
@@ -58,6 +58,28 @@ def paged_attention(
         # Rows nobody may see can hold anything, NaN included; a weight of 0 would not silence a NaN.
         stored = stored.masked_fill(~visible.any(0).view(-1, 1, 1, 1), 0.0)
         result[a:b] = masked_attention(q[a:b], stored[:, 0], stored[:, 1], visible, scale, softcap, sinks)
+    return result
+
+
+@reference("varlen_attention")
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Step,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Rows that belong to no sequence are 0."""
+    result = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    for _, a, b in step.sequences():
+        result[a:b] = attention(
+            q[a:b], k[a:b], v[a:b], sinks, scale=scale, causal=causal, window=window, softcap=softcap
+        )
     return result
 
 

@@ -88,7 +88,9 @@ class Step:
             if last_token is None:
                 raise ValueError("a negative token id needs the table of last tokens")
             ids = torch.where(ids < 0, last_token[(-1 - ids).clamp(min=0)], ids)
-        self.fields = {**self.fields, "token_ids": ids}
+        given = inputs.token_types
+        types = torch.zeros_like(ids) if given is None else torch.from_numpy(given.copy())
+        self.fields = {**self.fields, "token_ids": ids, "token_types": types}
         self.dims = {
             "T": len(inputs.token_ids),
             "S": len(inputs.seq_lens),

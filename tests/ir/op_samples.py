@@ -186,11 +186,25 @@ def _serving_samples() -> dict[str, list[str]]:
         found.setdefault(op, []).append(function(f"%step: step{inputs}", body, result, decls))
 
     shapes = {"query_start": "S + 1", "seq_lens": "S", "slots": "S", "sample_rows": "R"}
-    for field in ("token_ids", "positions", "query_start", "seq_lens", "slots", "sample_rows", "adapter_id"):
+    for field in (
+        "token_ids",
+        "positions",
+        "query_start",
+        "seq_lens",
+        "slots",
+        "sample_rows",
+        "adapter_id",
+        "token_types",
+    ):
         add("step_field", "", f'%y = step_field(%step, field="{field}") : i32[{shapes.get(field, "T")}]')
     add("step_field", "", '%y = step_field(%step, field="slots", extent=3) : i32[3]')
     kv = "state %kv : paged_kv<f32, heads=2, dim=8>"
     kv_window = "state %kv : paged_kv<bf16, heads=2, dim=8, window=5>"
+    for extra, attrs in (("", "causal=false"), (", %s", "causal=true, window=5, softcap=9.0")):
+        add(
+            "varlen_attention", ", %q: bf16[T, 4, 8], %k: bf16[T, 2, 8], %v: bf16[T, 2, 8], %s: bf16[4]",
+            f"%y = varlen_attention(%q, %k, %v, %step{extra}, scale=0.25, {attrs}) : bf16[T, 4, 8]",
+        )  # fmt: skip
     write = "kv_write(%kv, %k, %v, %step)"
     add("kv_write", ", %k: f32[T, 2, 8], %v: f32[T, 2, 8]", write, "%k", kv)
     add(

@@ -19,6 +19,7 @@ struct StepArgs {
   const int* slots;
   const int* sample_rows;
   const int* adapter_id;
+  const int* token_types;   // null where no program of the artifact asks for it
   const int* block_tables;  // [groups, sequences, max_blocks]
   int64_t sequences;
   int64_t max_blocks;

@@ -56,6 +56,7 @@ CLLM_INLINE bf16 to_bf16(float x) {
 }
 CLLM_INLINE void put(float* p, float x) { *p = x; }
 CLLM_INLINE void put(bf16* p, float x) { *p = to_bf16(x); }
+CLLM_INLINE void put(int32_t* p, int64_t x) { *p = int32_t(x); }  // ids, which fit
 
 #if defined(__AVX512F__)
 
