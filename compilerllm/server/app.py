@@ -14,6 +14,7 @@ from compilerllm.server.config import ServerConfig
 from compilerllm.server.errors import install_error_handlers
 from compilerllm.server.limits import Limits
 from compilerllm.server.observe import Observe
+from compilerllm.server.openapi import document
 from compilerllm.server.request_log import RequestLog
 from compilerllm.server.routes import chat, completions, models, operations
 from compilerllm.server.service import Service
@@ -70,6 +71,7 @@ def build_app(
     install_error_handlers(app)
     for api in APIS:
         api.add_routes(app, service)
+    document(app, guarded=len(keys) > 0)
     # The last one added is the outermost.
     app.add_middleware(Limits, gate=service.gate, config=config)
     app.add_middleware(RequireKey, keys=keys)
