@@ -42,6 +42,8 @@ class KeyRing:
         self._fixed = [_digest(key.strip().encode()) for key in named]
         self._file = config.api_key_file
         self._digests = [*self._fixed, *self._read_file()]
+        if not self._digests:
+            environment.refuse_unread_key()
 
     def __len__(self) -> int:
         return len(self._digests)

@@ -114,6 +114,9 @@ class LimitsConfig(_Part):
     max_unread_steps: int = _option(
         16384, "Most steps of one stream that wait for a client that does not read; then the stream is ended."
     )
+    keep_alive_timeout: int = _option(
+        5, "Seconds that a connection may idle between requests; give it more than the proxy in front."
+    )
     shutdown_timeout: int = _option(30, "Seconds that open requests have to finish after SIGTERM.")
     tokenizer_threads: int = _option(2, "Threads that validate, render and tokenize requests.")
 
@@ -126,6 +129,7 @@ class LimitsConfig(_Part):
         for name in ("header_timeout", "body_timeout", "send_timeout"):
             _check(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         _check(self.max_unread_steps >= 1, "max_unread_steps", self.max_unread_steps, "at least 1")
+        _check(self.keep_alive_timeout >= 1, "keep_alive_timeout", self.keep_alive_timeout, "at least 1")
         _check(self.shutdown_timeout >= 0, "shutdown_timeout", self.shutdown_timeout, "at least 0")
         _check(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")
 
@@ -148,7 +152,7 @@ class LogConfig(_Part):
     request_log: str | None = _option(
         None, "File for these lines, appended to and opened anew on SIGHUP; by default the log itself."
     )
-    request_log_bytes: int = _option(1 << 20, "Most bytes of a body that full keeps.")
+    request_log_bytes: int = _option(1 << 20, "Most bytes of a body that is looked at for these lines.")
     vllm_metric_names: bool = _option(
         False, "Publish metrics under vLLM's names too (vllm:...), so that existing dashboards work."
     )

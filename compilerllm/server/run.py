@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from compilerllm import environment
 from compilerllm.server.auth import KeyRing
 from compilerllm.server.config import ServerConfig
 from compilerllm.server.connection import Connection
@@ -94,7 +95,14 @@ def address_of(listener: socket.socket, config: ServerConfig | None = None) -> s
 
 def check_files(config: ServerConfig) -> None:
     """Find out before the model is loaded whether keys, certificate and request log are of use. Raises what they raise."""
-    KeyRing(config)
+    keys = KeyRing(config)
+    here = config.uds is not None or config.host in ("localhost", "::1") or config.host.startswith("127.")
+    if not keys and not here and config.ssl_cert_reqs != "required":
+        log.warning(
+            "There is no API key: whoever can reach %s may use the server (--api-key-file).", config.host
+        )
+    for name, instead in environment.unread().items():
+        log.warning("%s is set, but not read here; there is %s.", name, instead)
     if config.ssl_certfile is not None:
         Certificate(config)
     if config.request_log is not None:
@@ -168,6 +176,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
         access_log=False,  # ours has the requests' ids
         root_path=config.root_path,
         h11_max_incomplete_event_size=config.max_header_bytes,
+        timeout_keep_alive=config.keep_alive_timeout,
         timeout_graceful_shutdown=config.shutdown_timeout,
         server_header=False,
         ssl_context_factory=None if certificate is None else lambda *_: certificate.context,

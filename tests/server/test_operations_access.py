@@ -4,6 +4,7 @@ import socket
 import ssl
 import stat
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -73,6 +74,33 @@ def test_an_empty_key_in_the_environment_does_not_open_the_server(monkeypatch: p
     monkeypatch.setenv("COMPILERLLM_API_KEY", " ")
     with pytest.raises(InvalidEnvironment, match="empty"):
         KeyRing(ServerConfig())
+
+
+def test_a_key_meant_for_vllm_does_not_leave_the_server_open(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with pytest.raises(InvalidEnvironment, match="COMPILERLLM_API_KEY"):
+        check_files(ServerConfig())
+    monkeypatch.setenv("VLLM_PORT", "9000")
+    check_files(ServerConfig(api_key=("secret",)))
+    assert any("VLLM_PORT is set, but not read here; there is --port" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "api_key": ("k",)}, False),
+        ({"uds": "x"}, False),
+    ],
+)
+def test_an_open_server_says_so(
+    options: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_files(ServerConfig(**options))
+    assert any("no API key" in line for line in caplog.messages) == told
 
 
 def test_logs_call_a_key_by_a_fingerprint() -> None:
