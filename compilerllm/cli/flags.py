@@ -52,6 +52,8 @@ class Parser(argparse.ArgumentParser):
         self, found: argparse.Namespace, rest: list[str], args: Sequence[str]
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse again, with what the file of ``--config`` has and the command line has not in front."""
+        if sum(word.partition("=")[0] == "--config" for word in args) > 1:
+            self.error("--config can be given once")
         actions = {a.option_strings[0]: a for a in self._actions if a.option_strings}
         words: list[str] = []
         for flag, value in read_config_file(found.config_file).items():

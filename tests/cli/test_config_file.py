@@ -103,6 +103,11 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, message: str) -> N
         parse("--config", str(path))
 
 
+def test_two_files_are_refused(file: Path) -> None:
+    with pytest.raises(UsageError, match="--config can be given once"):
+        parse("--config", str(file), f"--config={file}")
+
+
 def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfigFile, match="No such file"):
         parse("--config", str(tmp_path / "none"))
