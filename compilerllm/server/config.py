@@ -186,6 +186,18 @@ class ApiConfig(_Part):
     trust_request_chat_template: bool = _option(
         False, "Let requests bring a chat template of their own (chat_template); it runs in the sandbox."
     )
+    responses_store_bytes: int = _option(
+        64 << 20,
+        "Memory in bytes for stored responses (/v1/responses); the longest unused make room. 0 stores none.",
+    )
+    enable_tokenizer_info_endpoint: bool = _option(
+        False, "Serve /tokenizer_info, which tells the tokenizer's configuration and chat template."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.responses_store_bytes
+        _check(size >= 0, "responses_store_bytes", size, "at least 0")
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def read_request(
         raise MalformedBody("The request body is nested too deeply") from error
     if not isinstance(fields, dict):
         raise MalformedBody("The request body must be a JSON object")
-    fields = {name: value for name, value in fields.items() if value is not None and name not in HARMLESS}
+    fields = {name: value for name, value in fields.items() if value is not None and name not in harmless}
     known = kind.__struct_fields__
     for name in [name for name in fields if name not in known]:
         _refuse_unless_neutral(name, fields.pop(name), known, not_yet)

@@ -22,7 +22,7 @@ def event(data: Any) -> bytes:
 
 def named_event(data: dict[str, Any]) -> bytes:
     """An event whose name is its ``type``."""
-    return b"event: " + data["type"].encode() + b"\n" + event(data)
+    return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
 
 
 def _openai_error(error: BaseException) -> bytes:
