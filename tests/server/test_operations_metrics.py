@@ -36,7 +36,8 @@ def families(live: Live) -> dict[str, str]:
     """Name -> type, by the parser, which raises for what is none of its format."""
     text = live.http.get("/metrics").text
     found = {family.name: family.type for family in text_string_to_metric_families(text)}
-    return {name: kind for name, kind in found.items() if not name.endswith("_created")}  # the client library's
+    # Beside each counter and histogram the client library tells when it was made.
+    return {name: kind for name, kind in found.items() if not name.endswith("_created")}
 
 
 def values(live: Live) -> dict[str, float]:
