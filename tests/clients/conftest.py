@@ -3,7 +3,6 @@
 All are slow, and skipped where their package is missing.
 """
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +36,6 @@ def served(smollm2_gguf: Path) -> Iterator[Served]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Others' test classes bring coroutines, which pytest-asyncio runs where they are marked; all here is slow."""
     for item in items:
-        if Path(__file__).parent not in item.path.parents:
-            continue
-        item.add_marker(pytest.mark.slow)
-        if inspect.iscoroutinefunction(getattr(item, "function", None)):
-            item.add_marker(pytest.mark.asyncio)
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)

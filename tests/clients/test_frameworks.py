@@ -45,7 +45,7 @@ def test_litellm_names_the_error(served: Served) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["JSON_SCHEMA", "JSON", "TOOLS"])
+@pytest.mark.parametrize("mode", ["JSON_SCHEMA", "TOOLS"])
 def test_instructor(served: Served, mode: str) -> None:
     instructor = pytest.importorskip("instructor")
     import openai
@@ -76,7 +76,7 @@ def test_pydantic_ai(served: Served, how: str) -> None:
 def test_anthropic(served: Served) -> None:
     anthropic = pytest.importorskip("anthropic")
     client = anthropic.Anthropic(base_url=served.root, api_key="none", max_retries=0, timeout=120)
-    ask = {"model": served.model, "messages": CAPITAL, "max_tokens": 24, "temperature": 0}
+    ask = {"model": served.model, "messages": CAPITAL, "max_tokens": 24, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**ask)
     assert "Paris" in whole.content[0].text and whole.usage.output_tokens > 0
     with client.messages.stream(**ask) as stream:

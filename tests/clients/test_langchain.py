@@ -32,9 +32,14 @@ class TestChatModel(ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return {
-            "base_url": self._url, "api_key": "none", "model": MODEL, "temperature": 0, "max_tokens": 128, "timeout": 120,
-            "max_retries": 0,
+            "base_url": self._url, "api_key": "none", "model": MODEL, "temperature": 0, "max_tokens": 400, "timeout": 120,
+            "max_retries": 0, "stream_usage": True,
+            "frequency_penalty": 0.6,  # a model this small repeats white space for ever where a form lets it
         }  # fmt: skip
+
+    @property
+    def model_override_value(self) -> str:
+        return MODEL
 
     @property
     def supports_json_mode(self) -> bool:

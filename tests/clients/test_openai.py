@@ -29,7 +29,7 @@ def test_an_answer_streamed_and_whole(client: openai.OpenAI, served: Served) -> 
     text = whole.choices[0].message.content
     assert "Paris" in text and whole.usage.completion_tokens <= 24
     with client.chat.completions.stream(**ask) as stream:
-        final = [event for event in stream][-1] and stream.get_final_completion()
+        final = list(stream)[-1] and stream.get_final_completion()
     assert final.choices[0].message.content == text
     parts = client.chat.completions.create(**ask, stream=True)  # type: ignore[call-overload]
     assert "".join(part.choices[0].delta.content or "" for part in parts) == text

@@ -1,0 +1,190 @@
+"""What the server adds to the engine: a model so small that requests, streams and text are most of the work.
+
+    python benchmarks/server_overhead.py                   on a machine that does nothing else
+    python benchmarks/server_overhead.py --url URL         another server of OpenAI's API over the same folder (--folder)
+
+Llama with 2 layers, hidden 64, vocabulary 32,000, random weights: 64 prompts of 32 tokens, 64 tokens each. Engine, streams
+and streams held to a schema take turns; medians over the rounds. Allowed: 64 streams take at most 15% longer than
+``LLM.generate``; held to a form, decoding takes at most 5% longer; the server takes at most 600 MB above the model.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from serving_cpu import commit, machine
+
+STREAMS, PROMPT, OUTPUT, VOCABULARY = 64, 32, 64, 32_000
+ALLOWED = {"streams": 1.15, "structured": 1.05, "memory_mb": 600.0}
+# Free text of any length between quotes: the grammar works at every token, and never ends the output.
+FORM = {"structured_outputs": {"regex": '"[^"]*"'}}
+
+
+def make_model(folder: Path) -> None:
+    """A checkpoint with a tokenizer of byte pairs, whose ids all mean something."""
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {c: i for i, c in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
+    merges = []
+    for first in alphabet:
+        for second in alphabet:
+            if len(vocabulary) < VOCABULARY:
+                merges.append((first, second))
+                vocabulary[first + second] = len(vocabulary)
+    raw = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")])
+    PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def engine_alone(folder: str, rounds: int) -> None:
+    """A process of its own: a line of seconds for each line that it reads."""
+    from compilerllm import LLM, SamplingParams
+    from compilerllm.benchmark import made_up_prompts
+
+    llm = LLM(model=folder, max_model_len=512, enable_prefix_caching=False)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+    print("ready", flush=True)
+    for number in range(rounds + 1):
+        prompts = [{"prompt_token_ids": p} for p in made_up_prompts([PROMPT] * STREAMS, VOCABULARY, number)]
+        if not sys.stdin.readline():
+            return
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_progress=False)
+        print(time.perf_counter() - start, flush=True)
+        assert all(len(o.outputs[0].token_ids) == OUTPUT for o in outputs)
+
+
+async def streams(url: str, seed: int, fields: dict[str, Any]) -> float:
+    """Seconds for all streams."""
+    from compilerllm.benchmark import made_up_prompts
+    from compilerllm.load.datasets import Ask
+    from compilerllm.load.run import Target, run_load
+    from compilerllm.remote.server import RemoteServer
+
+    server = RemoteServer(url)
+    model = await server.find_model(None)
+    target = Target(server, "/v1/completions", model, {"temperature": 0, **fields}, 600)
+    asks = [Ask(p, OUTPUT) for p in made_up_prompts([PROMPT] * STREAMS, VOCABULARY, seed)]
+    seconds, timings = await run_load(target, asks, [0.0] * STREAMS, None)
+    await server.close()
+    errors = {t.error for t in timings if t.error}
+    if errors or any(t.output_tokens != OUTPUT for t in timings):
+        raise SystemExit(f"the server did not give {OUTPUT} tokens to each stream: {sorted(errors)}")
+    return seconds
+
+
+def memory_above_model(url: str, folder: Path) -> float | None:
+    """MB that the processes of our server take beyond weights and KV blocks, by their own shares of memory (PSS)."""
+    import psutil
+
+    port = int(url.rpartition(":")[2].partition("/")[0])
+    owners = [c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"]
+    if not owners or owners[0] is None:
+        return None
+    server = psutil.Process(owners[0])
+    used = sum(p.memory_full_info().pss for p in [server, *server.children(recursive=True)])
+    return (used - (folder / "model.safetensors").stat().st_size) / 1e6
+
+
+def measure(folder: Path, url: str, ours: bool, rounds: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--engine", str(folder), "--rounds", str(rounds)]
+    engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert engine.stdin is not None and engine.stdout is not None
+    assert engine.stdout.readline() == "ready\n", "the engine did not start"
+    taken: dict[str, list[float]] = {"engine": [], "streams": [], "structured": []}
+    for number in range(rounds + 1):  # the first warms up
+        print(f"round {number} of {rounds}", file=sys.stderr)
+        engine.stdin.write("go\n")
+        engine.stdin.flush()
+        values = {
+            "engine": float(engine.stdout.readline()),
+            "streams": asyncio.run(streams(url, number, {"ignore_eos": True})),
+        }
+        if ours:
+            values["structured"] = asyncio.run(streams(url, number, {"ignore_eos": True, **FORM}))
+        if number:
+            for name, value in values.items():
+                taken[name].append(value)
+    memory = memory_above_model(url, folder) if ours else None
+    engine.stdin.close()
+    engine.wait(30)
+    medians = {name: statistics.median(v) for name, v in taken.items() if v}
+    return {"seconds": medians, "all": taken, "memory_mb": memory}
+
+
+def report(result: dict[str, Any]) -> None:
+    seconds = result["seconds"]
+    print(f"{'':34}{'seconds':>10}{'requests/s':>12}{'tokens/s':>10}{'ratio':>8}{'allowed':>9}")
+    rows = [
+        ("LLM.generate", "engine", None),
+        ("64 streams", "streams", "engine"),
+        ("64 streams, with a form", "structured", "streams"),
+    ]
+    for label, name, against in rows:
+        if name not in seconds:
+            continue
+        ratio = f"{seconds[name] / seconds[against]:.3f}" if against else ""
+        allowed = f"{ALLOWED[name]:.2f}" if against else ""
+        rate = STREAMS / seconds[name]
+        print(f"{label:34}{seconds[name]:>10.3f}{rate:>12.1f}{rate * OUTPUT:>10.0f}{ratio:>8}{allowed:>9}")
+    if result["memory_mb"] is not None:
+        print(
+            f"server memory above the weights {result['memory_mb']:.0f} MB; allowed {ALLOWED['memory_mb']:.0f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="keep the model here, or take the one that is there")
+    parser.add_argument("--url", help="a server that runs already, over the model in --folder")
+    parser.add_argument("--output", type=Path, help="append the JSON line to this file")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        engine_alone(args.engine, args.rounds)
+        return
+    from compilerllm.remote.own_server import own_server
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder: Path = args.folder or Path(scratch) / "model"
+        if not (folder / "config.json").exists():
+            make_model(folder)
+        flags = ["--max-model-len", "512", "--num-blocks", "1024", "--no-enable-prefix-caching"]
+        with nullcontext(args.url) if args.url else own_server(str(folder), flags) as url:
+            result = measure(folder, url, args.url is None, args.rounds)
+    result |= {
+        "benchmark": "server_overhead", "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine(),
+        "server": args.url or "compilerllm", "requests_per_second": STREAMS / result["seconds"]["streams"],
+    }  # fmt: skip
+    report(result)
+    line = json.dumps(result)
+    if args.output:
+        with args.output.open("a") as file:
+            file.write(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
