@@ -16,13 +16,22 @@ from compilerllm.server.limits import Limits
 from compilerllm.server.observe import Observe
 from compilerllm.server.openapi import document
 from compilerllm.server.request_log import RequestLog
-from compilerllm.server.routes import chat, completions, models, operations, responses
+from compilerllm.server.routes import (
+    batch_chat,
+    chat,
+    completions,
+    messages,
+    models,
+    operations,
+    responses,
+    tokenize,
+)
 from compilerllm.server.service import Service
 from compilerllm.server.stats_line import log_stats
 from compilerllm.server.tracing import Tracing, open_tracing
 from compilerllm.text.tokenizer import Tokenizer
 
-APIS = (chat, completions, responses, models, operations)
+APIS = (chat, batch_chat, completions, responses, messages, tokenize, models, operations)
 
 
 def build_app(

@@ -100,6 +100,11 @@ class Tokenizer:
         piece = self._pieces[token_id]
         return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()
 
+    def token_name(self, token_id: int) -> str | None:
+        """A token as the vocabulary spells it; None for an id that it does not have."""
+        name: str | None = self._raw.id_to_token(token_id)
+        return name
+
     def token_text(self, token_id: int) -> str:
         """One token as text, U+FFFD where its bytes are no whole character."""
         return self.token_bytes(token_id).decode(errors="replace")

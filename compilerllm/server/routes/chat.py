@@ -167,12 +167,11 @@ def _own_template(service: Service, asked: ChatRequest) -> str | None:
     return asked.chat_template
 
 
-def read_chat(service: Service, body: bytes) -> tuple[tuple[ChatRequest, ChatAsk], Plan]:
-    """The body checked, and what to run. In a thread."""
-    asked = read_request(body, ChatRequest)
+def ask_chat(service: Service, asked: ChatRequest) -> ChatAsk:
+    """What a checked body asks of the model."""
     service.check_model(asked.model)
     use = asked.tool_use()
-    ask = ChatAsk(
+    return ChatAsk(
         asked.messages,
         asked.sampling_params(service.sampling_defaults, use),
         options=asked.plan_options(),
@@ -180,6 +179,12 @@ def read_chat(service: Service, body: bytes) -> tuple[tuple[ChatRequest, ChatAsk
         template=asked.template(use),
         source=_own_template(service, asked),
     )
+
+
+def read_chat(service: Service, body: bytes) -> tuple[tuple[ChatRequest, ChatAsk], Plan]:
+    """The body checked, and what to run. In a thread."""
+    asked = read_request(body, ChatRequest)
+    ask = ask_chat(service, asked)
     return (asked, ask), plan_chat(service, ask)
 
 
