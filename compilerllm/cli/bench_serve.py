@@ -12,7 +12,6 @@ come at random (exponential gaps; --burstiness below 1 makes them come in bursts
 """
 
 import argparse
-import asyncio
 import math
 import re
 from pathlib import Path
@@ -105,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     from compilerllm.load.datasets import draw
     from compilerllm.load.plot import draw_latency, require_matplotlib
     from compilerllm.load.report import print_results, record_of
+    from compilerllm.load.run import run_quickly
 
     goals = dict(args.goodput)
     if args.plot is not None:
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         args.vocab_size, args.seed, chat=args.endpoint == ENDPOINTS[1],
     )  # fmt: skip
     with server_of(args) as url:
-        model, results = asyncio.run(_measure(args, url, asks))
+        model, results = run_quickly(_measure(args, url, asks))
     print_results(results, goals)
     if args.plot is not None:
         draw_latency(results, args.plot, f"{model}, {args.num_prompts} requests a point")

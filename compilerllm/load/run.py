@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from compilerllm.errors import CompilerLLMError
 from compilerllm.load.datasets import Ask
 from compilerllm.remote.server import RemoteServer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,16 @@ class Timing:
     def per_token(self) -> float | None:
         """Mean seconds per token after the first; None of a single token."""
         return (self.end - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+def run_quickly(work: Coroutine[Any, Any, T]) -> T:
+    """As ``asyncio.run``, on uvloop where there is one: a load generator must not be what is measured."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
 
 
 async def run_load(

@@ -151,7 +151,11 @@ class Response:
         reader, whole = self.connection.reader, False
         try:
             if "chunked" in self.headers.get("transfer-encoding", "").lower():
-                while size := int((await _line(reader)).partition(b";")[0], 16):
+                while True:
+                    line = await _line(reader)
+                    size = int(line.partition(b";")[0], 16)
+                    if size == 0:
+                        break
                     yield (await reader.readexactly(size + 2))[:-2]
                 while (await _line(reader)).strip():
                     pass

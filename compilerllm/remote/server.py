@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from compilerllm.errors import CompilerLLMError
 from compilerllm.remote.http import HttpClient, Response
 
@@ -93,8 +95,8 @@ async def events_of(answer: Response) -> AsyncIterator[dict[str, Any]]:
             if line == b"data: [DONE]":
                 done = True
             elif line.startswith(b"data:") and not done:
-                yield json.loads(line[5:])
-    except ValueError as error:
+                yield msgspec.json.decode(line[5:])
+    except msgspec.DecodeError as error:
         raise ServerRefused(answer.client.url, 200, f"an event of its stream is no JSON: {error}") from error
     finally:
         await lines.aclose()  # type: ignore[attr-defined]
