@@ -92,6 +92,8 @@ def talk(answer: Answer, system: str | None) -> int:
         try:
             line = input("> " if interactive else "").strip()
         except EOFError:
+            if interactive:
+                print()
             return status
         except KeyboardInterrupt:
             if not interactive:

@@ -45,6 +45,8 @@ def _each_line(server: Conversation) -> int:
         try:
             line = input("> " if interactive else "")
         except EOFError:
+            if interactive:
+                print()
             return status
         except KeyboardInterrupt:
             if not interactive:
