@@ -33,8 +33,8 @@ demo: $(DEMO) ## Serve a real model, ask it, stream from it, and stop (KEEP=1: l
 test: $(DEV) ## Run the tests, real models included; the slow ones are left out
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(DEV) ## Run the slow tests alone
-	$(BIN)/python -m pytest -m slow $(ARGS)
+test-slow: $(DEV) ## Run the slow tests alone (test-clients has its own)
+	$(BIN)/python -m pytest -m slow --ignore tests/clients $(ARGS)
 
 test-clients: $(CLIENTS) ## Try the server with programs nobody here wrote: OpenAI's SDK, LangChain, litellm, MLPerf, ...
 	$(BIN)/python -m pytest tests/clients -o asyncio_mode=auto -o asyncio_default_test_loop_scope=session $(ARGS)
