@@ -19,6 +19,7 @@ from compilerllm.kernels.triton.emitter import Chooser
 from compilerllm.kernels.triton.interpret import run_kernel
 from compilerllm.kernels.triton.target import CudaTarget, find_cuda_target
 from compilerllm.passes.inline_calls import inline_calls
+from compilerllm.validation.bounds import loads_within
 
 BLOCK = 32  # tokens of a block of the paged cache
 PAD = 64  # elements of guard before and behind a result
@@ -85,11 +86,18 @@ class InterpretedMachine:
 
     def launch(self, plan: Plan, addresses_of: Callable[[Callable[[Tensor], int]], Addresses]) -> None:
         """Run a plan over tensors; ``addresses_of`` asks for each one's address. A machine with a device overrides this."""
-        addresses = addresses_of(lambda tensor: tensor.data_ptr())
+        used: list[Tensor] = []
+
+        def place(tensor: Tensor) -> int:
+            used.append(tensor)
+            return tensor.data_ptr()
+
+        addresses = addresses_of(place)
         dims = {"T": plan.bucket.tokens, "S": plan.bucket.sequences, "R": plan.bucket.rows}
-        for item in plan.launches:
-            values, grid = arguments(item, addresses, dims)
-            run_kernel(self.program.kernels[item.kernel], grid, values)
+        with loads_within(used):
+            for item in plan.launches:
+                values, grid = arguments(item, addresses, dims)
+                run_kernel(self.program.kernels[item.kernel], grid, values)
 
     def run(
         self, plan: int, step: StepInputs | None, inputs: Sequence[Tensor] = (), surround: bool = True

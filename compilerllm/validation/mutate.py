@@ -77,6 +77,7 @@ class Trials:
         folders = {folder_of(p) for p in paths}
         self.corpus: Any = None
         self.units: list[Any] = []
+        self.failing: dict[str, str] = {}
         if PASSES in folders:
             from compilerllm.validation.trying import pass_corpus
 
@@ -90,6 +91,8 @@ class Trials:
             for case in cases():
                 prepare_case(case)
             self.titles = in_child(_functions_of_units)
+            targets = {"cpu" if f == CSRC else "cuda" for f in folders - {PASSES}}
+            self.failing = in_child(lambda: _failing_units(targets))
 
     def ordered(self, mutant: Mutant) -> list[Any]:
         """Units whose kernels call the edited function, those that call little else first."""
@@ -103,7 +106,7 @@ class Trials:
         every: list[Any] = [*cases(), *SAMPLING]
         for case in every:
             entry = self.titles.get(f"{target} {case.title}")
-            if entry and name in entry:
+            if entry and name in entry and f"{target} {case.title}" not in self.failing:
                 found.append(Unit(case, target, frozenset(entry)))
         return sorted(found, key=lambda u: len(u.functions))
 
@@ -126,6 +129,18 @@ def _functions_of_units() -> dict[str, list[str]]:
     from compilerllm.validation.units import all_units
 
     return {u.title: sorted(u.functions) for u in all_units()}
+
+
+def _failing_units(targets: set[str]) -> dict[str, str]:
+    """Units of some targets that find something in the sources as they are: whatever they found of an edit would say nothing of it."""
+    from compilerllm.validation.units import all_units
+
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="compilerllm-mutant-") as name:
+        for unit in all_units():
+            if unit.target in targets and (findings := unit.run(Path(name))):
+                found[unit.title] = str(findings[0])
+    return found
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -252,6 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     started = time.monotonic()
     trials = Trials(paths)
+    for title, what in trials.failing.items():
+        print(f"left out, as it fails without any edit: {title}: {what}", file=sys.stderr)
     verdicts = []
     with Progress(len(mutants)) as bar:
         for verdict in try_all(trials, mutants, max(1, given.jobs)):

@@ -24,6 +24,7 @@ from compilerllm.passes.specialize import specialize
 from compilerllm.validation import interfaces
 from compilerllm.validation.errors import CannotValidate, RewriteInvalid
 from compilerllm.validation.inputs import KINDS, Kind, Trial
+from compilerllm.validation.promises import broken
 from compilerllm.validation.relations import Application, Difference, Relation, Same
 from compilerllm.validation.running import REFUSALS, one_thread
 
@@ -187,15 +188,18 @@ def validate_application(
     entry: Pass, before: Module, after: Module, options: Options | None = None, *,
     kinds: Sequence[Kind] = KINDS, seed: int = 0,
 ) -> list[Finding]:  # fmt: skip
-    """Hold one application of a pass to its relation. The first difference of each function and kind is told."""
+    """Hold one application of a pass to its promises and its relation. The first difference of each function and kind is told."""
     if after is before:
         return []
     try:
         verify(after)
     except IRError as error:
         return [Finding(entry.name, "main", f"the rewritten graph is malformed: {error}")]
+    options = options or ASKED
+    if promised := list(broken(entry.name, before, after, bucket_of(options))):
+        return [Finding(entry.name, "main", what) for what in promised]
     relation = RELATIONS.get(entry.name, Same())
-    app = Application(entry, options or ASKED, before, after, kinds, seed)
+    app = Application(entry, options, before, after, kinds, seed)
     found: dict[tuple[str, str], Finding] = {}
     with one_thread():
         try:

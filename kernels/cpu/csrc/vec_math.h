@@ -29,13 +29,6 @@ CLLM_INLINE f32x16 vfloor(f32x16 x) {
   f32x16 r = vround(x);
   return select(gt(r, x), r - set1(1), r);
 }
-CLLM_INLINE f32x16 vceil(f32x16 x) {
-  f32x16 r = vround(x);
-  return select(lt(r, x), r + set1(1), r);
-}
-CLLM_INLINE f32x16 vtrunc(f32x16 x) {
-  return select(lt(x, zero16()), vceil(x), vfloor(x));
-}
 
 // a * 2^n for integral n in [-252, 252].
 CLLM_INLINE f32x16 scale_exp2(f32x16 a, f32x16 n) {

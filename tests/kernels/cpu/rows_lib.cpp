@@ -142,10 +142,8 @@ EXPORT void math(int fn, const float* x, float* y, int n) {
     case 10: return map<vexpm1>(x, y, n);
     case 11: return map<vlog1p>(x, y, n);
     case 12: return map<vfloor>(x, y, n);
-    case 13: return map<vceil>(x, y, n);
-    case 14: return map<vround>(x, y, n);
-    case 15: return map<vexp2>(x, y, n);
-    default: return map<vtrunc>(x, y, n);
+    case 13: return map<vround>(x, y, n);
+    default: return map<vexp2>(x, y, n);
   }
 }
 EXPORT void widen_f16(const uint16_t* x, float* y, int n) {
