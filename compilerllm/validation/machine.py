@@ -33,7 +33,7 @@ class Guarded:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.count = int(np.prod(shape))
         self._all = torch.full((self.count + 2 * PAD,), GUARD, dtype=dtype)
-        self.tensor = self._all[PAD : PAD + self.count].view(*shape)
+        self.tensor = self._all[PAD : PAD + self.count].view(tuple(shape))
         self.tensor.fill_(float("nan") if dtype.is_floating_point else -GUARD)
 
     def broken(self) -> str:

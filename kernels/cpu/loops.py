@@ -88,7 +88,8 @@ def emit_copy(e: "FunctionEmitter", target: CRef, source: CRef) -> None:
             f"    {const}{ref.c_type}* {name} = ({const}{ref.c_type}*){ref.pointer} + {_row_offset(ref.strides[:-1], lead)};"
         )
     steps = [c_dim(ref.strides[-1]) if shape else "1" for ref in (target, source)]
-    move = "d[j * {}] = s[j * {}]" if target.c_type == source.c_type else "put(d + j * {}, s[j * {}])"
+    rounds = (target.c_type, source.c_type) == ("bf16", "float")
+    move = "put(d + j * {}, s[j * {}])" if rounds else "d[j * {}] = s[j * {}]"
     e.line(f"    for (int64_t j = 0; j < {c_dim(inner)}; j++) {move.format(*steps)};")
     e.line("  }")
     e.line("}")

@@ -124,7 +124,7 @@ def test_a_weight_file_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "says"),
-    [({"dtype": "int3"}, "'int3' is unknown"), ({"load_format": "magic"}, "auto or dummy")],
+    [({"dtype": "int3"}, "'int3' is unknown"), ({"load_format": "magic"}, "auto, dummy or config")],
 )
 def test_bad_options(option: dict[str, Any], says: str, saved: Path) -> None:
     with pytest.raises(ModelError, match=says):

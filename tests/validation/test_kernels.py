@@ -115,5 +115,5 @@ def test_kernels_of_a_module_are_verified(
     module, seen = parse_module(MODULE), list[int]()
     found = verify_kernels(module, target, 2, BUCKETS, lambda done, total, title: seen.append(total))
     assert found == [] and seen
-    monkeypatch.setattr(kernels, "TOLERANCE", dict.fromkeys(kernels.TOLERANCE, 1e-12))
+    monkeypatch.setattr(kernels, "TOLERANCE", dict.fromkeys(kernels.TOLERANCE, -1.0))
     assert verify_kernels(module, target, 2, BUCKETS)

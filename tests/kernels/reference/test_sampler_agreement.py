@@ -108,4 +108,7 @@ def test_masks_and_targets(library: Library) -> None:
     np.testing.assert_allclose(got.logprob, want.logprob, rtol=1e-5, atol=1e-5)
     chosen = target < 0
     some = allowed.any(axis=1)
-    assert allowed[chosen & some, got.token_ids[chosen & some]].all() and (got.token_ids[~chosen] == target[~chosen]).all()
+    assert (
+        allowed[chosen & some, got.token_ids[chosen & some]].all()
+        and (got.token_ids[~chosen] == target[~chosen]).all()
+    )
