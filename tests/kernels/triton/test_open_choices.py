@@ -171,9 +171,10 @@ def test_every_familys_candidates_give_the_reference_logits(name: str) -> None:
     """Whole tiny models with nothing timed: the first, second and third candidate of every choice."""
     from compilerllm.cuda_artifact import flat_module, prepare_bucket
     from compilerllm.passes.pipeline import Options, run_pipeline
+    from compilerllm.validation.weights import bind
     from tests.kernels.triton.test_architectures import CHUNKS, DECODE, MIXED, make_step
     from tests.models.tiny import captured, tiny_model
-    from tests.passes.running import Served, bind
+    from tests.passes.running import Served
 
     tensors = {k: v.detach() for k, v in tiny_model(name).state_dict().items()}
     served, _ = run_pipeline(captured(name).module, Options(level=2, target="cuda-sm_90"))
