@@ -1,11 +1,13 @@
 """Tools in a request: which there are, and which of them the model may or must call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from compilerllm.errors import InvalidParameter
-from compilerllm.parsing.parts import Tool
+from compilerllm.parsing.forced import NamedCall, RequiredCalls
+from compilerllm.parsing.parts import OutputParser, Tool
 from compilerllm.sampling_params import StructuredOutput
 from compilerllm.server.formats import schema_form
 
@@ -42,6 +44,12 @@ class ToolUse:
         most = {} if self.parallel else {"maxItems": 1}
         items = calls[0] if len(calls) == 1 else {"anyOf": calls}
         return schema_form({"type": "array", "minItems": 1, "items": items, **most}, "tools")
+
+    def parser(self) -> Callable[[], OutputParser] | None:
+        """What makes calls of an output that must be one. None: all of it is text, a model's own calls included."""
+        if self.mode == "named":
+            return partial(NamedCall, self.tools[0].name)
+        return RequiredCalls if self.mode == "required" else None
 
     def for_template(self) -> list[dict[str, Any]] | None:
         """The tools as chat templates read them; None where the model is not to know of any."""

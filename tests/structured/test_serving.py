@@ -13,6 +13,8 @@ from compilerllm.config import CacheConfig, SchedulerConfig, StructuredConfig
 from compilerllm.ir.step import Bucket, Sampled, SampleRows, SamplingTables, StateGroup, StepInputs
 from compilerllm.kernels.launch.sampling import empty_tables
 from compilerllm.kernels.reference.sampling import sample
+from compilerllm.parsing.forced import RequiredCalls
+from compilerllm.parsing.parts import Content
 from compilerllm.runtime.engine import InProcessEngine
 from compilerllm.runtime.grammars import make_grammars
 from compilerllm.runtime.messages import ModelFacts
@@ -152,21 +154,36 @@ def test_limits_that_contradict_a_form_are_an_error(babbling: tuple[Live, Tokeni
     assert reply.status_code == 500 and "contradict" in reply.json()["error"]["message"]
 
 
-def test_calls_that_are_required_are_calls(babbling: tuple[Live, Tokenizer]) -> None:
+TOOLS: Any = [{"type": "function", "function": {"name": "find", "parameters": PERSON}}]
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "find"}}], ids=["required", "named"]
+)
+def test_calls_that_are_required_are_calls(babbling: tuple[Live, Tokenizer], choice: Any) -> None:
     live, _ = babbling
-    tools = [{"type": "function", "function": {"name": "find", "parameters": PERSON}}]
-    for choice in ("required", {"type": "function", "function": {"name": "find"}}):
-        reply = live.post(
-            "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=400, tools=tools, tool_choice=choice
-        ).json()  # fmt: skip
-        message = reply["choices"][0]["message"]
-        said = message.get("tool_calls")
-        if said is None:  # no parser takes the text apart
-            value = json.loads(message["content"])
-            arguments = value[0]["parameters"] if choice == "required" else value
-        else:
-            arguments = json.loads(said[0]["function"]["arguments"])
-        jsonschema.validate(arguments, PERSON)
+    answer = ask(live, tools=TOOLS, tool_choice=choice).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    for call in answer.message.tool_calls:
+        assert call.function.name == "find" and call.id
+        jsonschema.validate(json.loads(call.function.arguments), PERSON)
+    arguments, finish = "", None
+    for chunk in ask(
+        live, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "find"}}, stream=True
+    ):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            assert call.index == 0
+            arguments += call.function.arguments or ""
+        finish = chunk.choices[0].finish_reason or finish
+    jsonschema.validate(json.loads(arguments), PERSON)
+    assert finish == "tool_calls"
+
+
+def test_calls_that_break_off_lose_no_text() -> None:
+    parser = RequiredCalls()
+    assert parser.add('[{"name": "f", ') == [] and parser.add('"para') == []
+    assert parser.finish() == [Content('[{"name": "f", "para')]
+    assert RequiredCalls().finish() == []
 
 
 def test_folders_without_a_tokenizer_have_no_grammars(tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ def ask_chat(service: Service, asked: ChatRequest) -> ChatAsk:
         add_special_tokens=asked.add_special_tokens,
         template=asked.template(use),
         source=_own_template(service, asked),
+        parser=use.parser(),
     )
 
 

@@ -152,6 +152,7 @@ def _ask(service: Service, request: MessagesRequest) -> ChatAsk:
         request.sampling_params(service.sampling_defaults, use),
         options=request.plan_options(),
         template=request.template(use),
+        parser=use.parser(),
     )
 
 

@@ -223,6 +223,7 @@ def plan_response(service: Service, request: ResponsesRequest, before: list[Mess
         param="input",
         options=PlanOptions(request.cache_salt, request.priority),
         template=request.template(use),
+        parser=use.parser(),
     )
     try:
         plan = plan_chat(service, ask)
