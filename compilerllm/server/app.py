@@ -20,6 +20,7 @@ from compilerllm.server.routes import (
     batch_chat,
     chat,
     completions,
+    embeddings,
     messages,
     models,
     operations,
@@ -31,7 +32,7 @@ from compilerllm.server.stats_line import log_stats
 from compilerllm.server.tracing import Tracing, open_tracing
 from compilerllm.text.tokenizer import Tokenizer
 
-APIS = (chat, batch_chat, completions, responses, messages, tokenize, models, operations)
+APIS = (chat, batch_chat, completions, embeddings, responses, messages, tokenize, models, operations)
 
 
 def build_app(

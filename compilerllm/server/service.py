@@ -17,7 +17,7 @@ from compilerllm.runtime.client import EngineClient
 from compilerllm.sampling_params import SamplingParams
 from compilerllm.server import metrics as metrics_module
 from compilerllm.server.config import ServerConfig
-from compilerllm.server.errors import BodyTooLarge, ModelNotFound
+from compilerllm.server.errors import BodyTooLarge, ModelNotFound, UnknownField
 from compilerllm.server.generation import PLAIN, Generation, Plan, PlanOptions
 from compilerllm.server.limits import Gate
 from compilerllm.server.protocol import sampling_defaults
@@ -139,6 +139,11 @@ class Service:
 
         ``param`` is the body's field that an error names.
         """
+        if params.thinking_token_budget is not None and options.thinking is None:
+            raise UnknownField(
+                "thinking_token_budget is not supported yet: no model's thoughts are told apart",
+                "thinking_token_budget",
+            )
         if options.priority and self.client.ready.policy != "priority":
             raise InvalidParameter(
                 "priority needs a server with --policy priority; this one takes requests as they come",
