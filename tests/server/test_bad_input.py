@@ -256,7 +256,7 @@ def test_a_body_that_is_too_large(start: Start) -> None:
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", "/health", 405, "method_not_allowed"),
-        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("POST", "/v1/images/generations", 404, "not_found"),
     ],
 )
 def test_routes(live: Live, method: str, path: str, status: int, code: str) -> None:
