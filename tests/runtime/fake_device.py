@@ -23,7 +23,12 @@ class QueuedStep:
     def __init__(self, model: "FakeDevice", step: StepInputs, rows: SampleRows | None) -> None:
         self.model = model
         self.step = dataclasses.replace(
-            step, **{f.name: getattr(step, f.name).copy() for f in dataclasses.fields(step)}
+            step,
+            **{
+                f.name: field.copy()
+                for f in dataclasses.fields(step)
+                if (field := getattr(step, f.name)) is not None
+            },
         )
         self.rows = rows
         self.slots: Any = None  # of rows to come
