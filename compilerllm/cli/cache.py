@@ -135,7 +135,9 @@ def _fields_of(name: str, target: str | None) -> dict[str, Any]:
     from compilerllm.cache import find_entry
 
     if is_artifact(Path(name).expanduser()):
-        fields: dict[str, Any] = (read_manifest(open_artifact(Path(name), target, to_run=False)) or {})["key"]["fields"]
+        fields: dict[str, Any] = (read_manifest(open_artifact(Path(name), target, to_run=False)) or {})[
+            "key"
+        ]["fields"]
         return fields
     return dict(find_entry(name).fields)
 

@@ -68,7 +68,9 @@ def open_subject(args: argparse.Namespace, config: "EngineConfig") -> "Subject":
 
     place = Path(config.model.model).expanduser()
     if is_artifact(place):
-        return artifact_subject(open_artifact(place, args.target, to_run=False), f"the artifact {config.model.model}")
+        return artifact_subject(
+            open_artifact(place, args.target, to_run=False), f"the artifact {config.model.model}"
+        )
     request = CompileRequest.of(config, args.target)
     if args.from_config:
         request = dataclasses.replace(request, load_format="config")

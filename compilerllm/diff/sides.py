@@ -47,7 +47,9 @@ def open_side(text: str, flags: str, buckets: tuple[str, ...], beside: "Side | N
     if path.is_file() and path.suffix in (".json", ".jsonl"):
         return _open_file(path, commit, text)
     if is_artifact(path):
-        return of_artifact(open_artifact(path, parse_flags(text, flags).target, to_run=False), text, buckets, beside)
+        return of_artifact(
+            open_artifact(path, parse_flags(text, flags).target, to_run=False), text, buckets, beside
+        )
     return of_artifact(_built(text, flags), f"{text} {flags}".strip(), buckets, beside)
 
 
