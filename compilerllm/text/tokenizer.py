@@ -86,7 +86,9 @@ class Tokenizer:
         """An incremental detokenizer for what follows ``prompt`` (token ids)."""
         skip = self.special_ids if skip_special_tokens else frozenset[int]()
         if self._pieces is None:
-            return WindowDetokenizer(self._raw, skip_special_tokens, prompt or [])
+            # Its context is the prompt's last few tokens, which must be some that show.
+            shown = [token for token in prompt or [] if token not in skip]
+            return WindowDetokenizer(self._raw, skip_special_tokens, shown)
         if isinstance(self._pieces, BytePieces):
             return ByteDetokenizer(self._pieces, skip, prompt or [])
         return TextDetokenizer(self._pieces, skip, prompt or [])

@@ -50,6 +50,13 @@ def test_after_a_prompt_the_text_is_what_the_prompt_lacks(tokenizer: Tokenizer, 
     assert shown + "".join(stream(tokenizer, ids, True, prompt)) == whole
 
 
+@pytest.mark.parametrize("tokenizer", ["wordpiece"], indirect=True)
+def test_a_prompt_that_ends_in_special_tokens_still_separates_words(tokenizer: Tokenizer) -> None:
+    end = next(iter(tokenizer.special_ids))
+    prompt = [1, *[end] * 9]  # "the", then more hidden tokens than a window looks back
+    assert "".join(stream(tokenizer, [2], True, prompt)) == " fox"
+
+
 @pytest.mark.parametrize("tokenizer", ["byte_level", "gemma_like", "sentencepiece"], indirect=True)
 def test_a_character_begun_in_the_prompt_is_shown_whole(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a🙃b")
