@@ -31,15 +31,25 @@ class Detokenizer(Protocol):
         ...
 
 
+def last_shown(prompt: list[int], skip: frozenset[int]) -> list[int]:
+    """The last tokens of a prompt that show, as many as may share a character with what follows."""
+    shown: list[int] = []
+    for token_id in reversed(prompt):
+        if token_id not in skip:
+            shown.append(token_id)
+            if len(shown) == _CONTEXT:
+                break
+    return shown[::-1]
+
+
 class ByteDetokenizer:
     """For byte-level BPE: bytes are read as UTF-8, incomplete characters wait."""
 
     def __init__(self, pieces: BytePieces, skip: frozenset[int], prompt: list[int]) -> None:
         self._pieces, self._skip = pieces, skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        for token_id in prompt[-_CONTEXT:]:
-            if token_id not in skip:
-                self._utf8.decode(pieces[token_id][1])
+        for token_id in last_shown(prompt, skip):
+            self._utf8.decode(pieces[token_id][1])
         self._pending = bool(self._utf8.getstate()[0])
 
     def add(self, token_id: int) -> str:
@@ -67,10 +77,14 @@ class TextDetokenizer:
         self._run = bytearray()  # bytes whose run has not ended
         self._started = any(t not in skip for t in reversed(prompt))
         self._strip_char, self._strip_left = pieces.strip if not self._started else ("", 0)
-        for piece in reversed([pieces[t] for t in prompt[-_CONTEXT:] if t not in skip]):
+        for token_id in reversed(prompt):  # the whole run: one bad byte anywhere in it is every byte's fate
+            if token_id in skip:
+                continue
+            piece = pieces[token_id]
             if not isinstance(piece, int):
                 break
-            self._run.insert(0, piece)
+            self._run.append(piece)
+        self._run.reverse()
         # Of a run that began in the prompt, the prompt has shown this much.
         self._run_bytes = len(self._run)
         self._run_chars = len(self._run.decode(errors="ignore"))

@@ -7,7 +7,13 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
-from compilerllm.text.detokenizer import ByteDetokenizer, Detokenizer, TextDetokenizer, WindowDetokenizer
+from compilerllm.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    TextDetokenizer,
+    WindowDetokenizer,
+    last_shown,
+)
 from compilerllm.text.errors import TokenizerBroken, TokenizerMissing
 from compilerllm.text.pieces import BytePieces, read_pieces
 from compilerllm.text.template import ChatTemplate, pick_template
@@ -86,9 +92,7 @@ class Tokenizer:
         """An incremental detokenizer for what follows ``prompt`` (token ids)."""
         skip = self.special_ids if skip_special_tokens else frozenset[int]()
         if self._pieces is None:
-            # Its context is the prompt's last few tokens, which must be some that show.
-            shown = [token for token in prompt or [] if token not in skip]
-            return WindowDetokenizer(self._raw, skip_special_tokens, shown)
+            return WindowDetokenizer(self._raw, skip_special_tokens, last_shown(prompt or [], skip))
         if isinstance(self._pieces, BytePieces):
             return ByteDetokenizer(self._pieces, skip, prompt or [])
         return TextDetokenizer(self._pieces, skip, prompt or [])

@@ -57,6 +57,15 @@ def test_a_prompt_that_ends_in_special_tokens_still_separates_words(tokenizer: T
     assert "".join(stream(tokenizer, [2], True, prompt)) == " fox"
 
 
+@pytest.mark.parametrize("tokenizer", ["gemma_like", "sentencepiece"], indirect=True)
+def test_a_run_of_bytes_begins_where_it_begins(tokenizer: Tokenizer) -> None:
+    """Its first character lies further back than the last few tokens, and hidden ones stand within it."""
+    end = next(iter(tokenizer.special_ids))
+    first, *_, last = run = [1 + byte for byte in "日aa日".encode()]
+    prompt = [first, *[end] * 6, *run[1:-1]]
+    assert "".join(stream(tokenizer, [last], True, prompt)) == "日"
+
+
 @pytest.mark.parametrize("tokenizer", ["byte_level", "gemma_like", "sentencepiece"], indirect=True)
 def test_a_character_begun_in_the_prompt_is_shown_whole(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a🙃b")
