@@ -202,7 +202,15 @@ def _write_program(
             module,
             buckets,
             write_cuda(
-                module, target, buckets, request.level, vocab, folder, stage, candidates=request.candidates
+                module,
+                target,
+                buckets,
+                request.level,
+                vocab,
+                folder,
+                stage,
+                candidates=request.candidates,
+                rivals=request.rivals,
             ),
         )
     make = make_buckets if captured.pooled is None else make_pooling_buckets

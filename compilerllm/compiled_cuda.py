@@ -36,7 +36,7 @@ from compilerllm.kernel_times import KernelTiming, read_rate, time_kernels
 from compilerllm.kernels.errors import ArtifactError
 from compilerllm.kernels.launch.dtypes import TORCH_DTYPES
 from compilerllm.kernels.launch.gpu import memory
-from compilerllm.kernels.launch.gpu.backend import Backend, BoundPlan, CudaBackend
+from compilerllm.kernels.launch.gpu.backend import Backend, BoundPlan, CudaBackend, LoadedProgram
 from compilerllm.kernels.launch.gpu.graphs import GraphSet, OnCapture, Recipe, captured_buckets
 from compilerllm.kernels.launch.gpu.memory import CUDA, PLAIN, ModelSizes, ProgramSizes
 from compilerllm.kernels.launch.gpu.parameters import Placement, load_parameters
@@ -275,23 +275,28 @@ class CudaModel:
 
     def _pick(self) -> None:
         """Measure candidates that nothing is known of; from then on there are the picked ones alone."""
-        backend, whole = self._backend, self._picker.whole
-        loaded = backend.load(whole, self.folder)
-
-        def send(bucket: int) -> None:
-            self._stage.send(
-                bucket, full_step(self, self.buckets[bucket]), None, _size(self.buckets[bucket])[:3]
-            )
-
-        bench = Bench(
-            whole, backend, lambda i: loaded.bind(whole.plans[i], self._addresses(i)), send,
-            self.peak_bandwidth, self.peak_tflops,
-        )  # fmt: skip
-        self.program = self._picker.measure(bench)
+        backend = self._backend
+        loaded = backend.load(self._picker.whole, self.folder)
+        self.program = self._picker.measure(self._bench(loaded))
         for done in (loaded, self._loaded):
             done.unload()
         self._loaded = backend.load(self.program, self.folder)
         backend.do(lambda: void(self._states.zero_()))
+
+    def bench(self) -> Bench:
+        """The program with all candidates, loaded beside the picked one, to time them with. After ``allocate``."""
+        self._backend.attach()
+        return self._bench(self._backend.load(self._picker.whole, self.folder))
+
+    def _bench(self, loaded: LoadedProgram) -> Bench:
+        def send(index: int) -> None:
+            bucket = self.buckets[index]
+            self._stage.send(index, full_step(self, bucket), None, _size(bucket)[:3])
+
+        return Bench(
+            self._picker.whole, self._backend, lambda i, plan: loaded.bind(plan, self._addresses(i)), send,
+            self.peak_bandwidth, self.peak_tflops,
+        )  # fmt: skip
 
     def _capture(self, on_capture: OnCapture | None) -> None:
         """Run every captured bucket once on an empty step, launch by launch, then capture them all."""

@@ -76,6 +76,9 @@ class CompileRequest:
     candidates: int = (
         3  # kernels shipped where no tuning data knows a problem, for the machine that serves to choose from
     )
+    rivals: int = (
+        0  # kernels shipped where it does know one, for timing whole steps with each; 0: the fastest alone
+    )
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "CompileRequest":

@@ -111,22 +111,25 @@ def flat_module(module: Module, on_rewrite: "OnRewrite | None" = None) -> Module
 
 def write_cuda(
     module: Module, target: CudaTarget, buckets: tuple[Bucket, ...], level: int, vocab: int, folder: Path,
-    stage: Callable[[str], None], chooser: Any = None, candidates: int = 1,
+    stage: Callable[[str], None], candidates: int = 1, rivals: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Emit every bucket, compile, save; gives the manifest's part. Raises ``KernelBuildError``, ``UnsupportedByTarget``.
 
-    candidates: kernels to ship where no figure decides.
+    candidates: kernels to ship where no figure decides; rivals: where figures do, if steps are to be timed with each.
     """
     from compilerllm.kernels.cutlass.build import find_supply
     from compilerllm.kernels.triton.cutlass_calls import LEVEL as CUTLASS_LEVEL
     from compilerllm.kernels.triton.emit import build_program, cutlass_cache, draft_program
     from compilerllm.kernels.triton.emit_sampling import sampling_program
-    from compilerllm.kernels.tuning import CHOICE_LEVEL, TunedChooser
+    from compilerllm.kernels.tuning import CHOICE_LEVEL, RivalChooser, TunedChooser
 
     stage("generate")
     flat = flat_module(module)
     most = candidates if level >= CHOICE_LEVEL else 1
-    chooser = chooser or TunedChooser.for_target(target, cache_dir() / "tuning", most)
+    own = cache_dir() / "tuning"
+    chooser = (
+        RivalChooser.for_target(target, own, rivals) if rivals else TunedChooser.for_target(target, own, most)
+    )
     kernels = cache_dir() / "kernels"
     uses_cutlass = level >= CUTLASS_LEVEL and target.name == CUTLASS_TARGET
     supply = find_supply(cutlass_cache(kernels)) if uses_cutlass else NO_CUTLASS

@@ -67,6 +67,8 @@ def semantic_key(request: "CompileRequest", target: CpuTarget | CudaTarget, plac
     if isinstance(target, CudaTarget):
         fields["tuning"] = tuning_digest(target, cache_dir() / "tuning")
         fields["candidates"] = request.candidates if request.level >= CHOICE_LEVEL else 1
+        if request.rivals:
+            fields["rivals"] = request.rivals
     return Key.of(fields)
 
 

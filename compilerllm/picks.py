@@ -95,12 +95,12 @@ class Picker:
 
 @dataclass(frozen=True)
 class Bench:
-    """A loaded program with all candidates. bind: a plan's launches at their addresses, by the plan's index; send: a full
-    step for that plan to where its launches read it. Rates of the target, GB/s and TFLOP/s."""
+    """A loaded program with all candidates. bind: launches at their addresses, of the plan with an index or of part of it;
+    send: a full step for that plan to where its launches read it. Rates of the target, GB/s and TFLOP/s."""
 
     program: Program
     backend: Backend
-    bind: Callable[[int], BoundPlan]
+    bind: Callable[[int, Plan], BoundPlan]
     send: Callable[[int], None]
     bandwidth: float
     tflops: float
@@ -217,7 +217,7 @@ def _measure_plan(bench: Bench, index: int, wanted: set[int], share: float) -> d
     passes = ROUNDS * max(len(bench.program.choices[c].configs) for c in wanted)
     stretches = _stretches(plan)
     chosen = _within(bench, plan, stretches, wanted, share / passes)
-    bound = bench.bind(index)
+    bound = bench.bind(index, plan)
     bench.send(index)
     times: dict[int, dict[int, float]] = {c: {} for c in wanted}
     for turn in range(passes):

@@ -1,17 +1,19 @@
 """Measured choices: mergeable data by chip, and the chooser that reads it.
 
 Data is JSON: ``{"chip": "H200", "entries": {family: {problem: [{"config": {...}, "us": 12.3}, ...]}}}``, candidates of a
-problem from fastest to slowest. Files of one chip merge by (family, problem, config), the newer figure winning; a
-problem is the text of its sorted fields. A problem never timed falls to the nearest M of the same other fields if that
-is within a factor of two, else to the first of the family's own order, which is its cost model's.
+problem from fastest to slowest. ``us`` is of a candidate behind itself; ``step_us``, where it is there, of a whole step
+that runs it among all others, and goes before ``us``. Files of one chip merge by (family, problem, config), newer figures
+winning; a problem is the text of its sorted fields. A problem never timed falls to the nearest M of the same other fields
+if that is within a factor of two, else to the first of the family's own order, which is its cost model's.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from compilerllm.kernels.errors import KernelError
 from compilerllm.kernels.triton.target import CudaTarget
@@ -20,6 +22,13 @@ FOLDER = Path(__file__).parent / "tuning_data"
 CONTEXT = 256  # tokens of context of each sequence, in attention's problems with one query each
 CHOICE_LEVEL = 2  # from here on what no figure decides is left to the machine that serves
 SIZE_FIELD = "M"  # the field of a problem that buckets vary
+KIND_FIELDS = (
+    "path",
+    "norm",
+    "fused",
+    "bm",
+)  # of a config: what tells ways apart, beside sizes that tune them
+CLOSE = 1.3  # times the fastest: what a candidate may take by itself and still do better than it in a step
 Problem = Mapping[str, int | str]
 
 
@@ -63,10 +72,13 @@ class TuningData:
     def add(self, family: str, problem: Problem, config: Mapping[str, Any], us: float) -> None:
         """Note one figure, in place of an older one of the same candidate."""
         timed = self.entries.setdefault(family, {}).setdefault(problem_key(problem), [])
-        timed[:] = [t for t in timed if t["config"] != dict(config)] + [
-            {"config": dict(config), "us": round(us, 3)}
-        ]
-        timed.sort(key=lambda t: t["us"])
+        timed[:] = _merged(timed, [{"config": dict(config), "us": round(us, 3)}])
+
+    def add_step(self, family: str, key: str, config: Mapping[str, Any], step_us: float) -> None:
+        """Note what a whole step takes with a candidate that has a figure of its own. ``key``: the problem's text."""
+        timed = self.entries[family][key]
+        known = next(t for t in timed if t["config"] == dict(config))
+        timed[:] = _merged(timed, [known | {"step_us": round(step_us, 3)}])
 
     def merge(self, newer: "TuningData") -> None:
         """Take over everything ``newer`` has. Raises ``BadTuningData`` for another chip's."""
@@ -75,8 +87,7 @@ class TuningData:
         for family, problems in newer.entries.items():
             mine = self.entries.setdefault(family, {})
             for key, timed in problems.items():
-                kept = [t for t in mine.get(key, []) if all(t["config"] != n["config"] for n in timed)]
-                mine[key] = sorted([*kept, *timed], key=lambda t: t["us"])
+                mine[key] = _merged(mine.get(key, []), timed)
 
     def find(self, family: str, problem: Problem) -> tuple[list[dict[str, Any]], bool]:
         """Timed candidates of the problem, or of the nearest size within a factor of two; whether they are exact."""
@@ -100,6 +111,18 @@ class TuningData:
             size = fields.pop(SIZE_FIELD, "")
             if size.isdigit() and fields == {k: str(v) for k, v in rest.items()}:
                 yield int(size), timed
+
+
+def _merged(old: Sequence[dict[str, Any]], newer: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Candidates of one problem, fastest first: in a step where that is known, else by themselves."""
+    found = [dict(t) for t in old]
+    for entry in newer:
+        known = next((t for t in found if t["config"] == entry["config"]), None)
+        if known is None:
+            found.append(dict(entry))
+        else:
+            known |= entry
+    return sorted(found, key=lambda t: (t.get("step_us", math.inf), t["us"]))
 
 
 def tuning_files(target: CudaTarget, own: Path | None = None) -> list[Path]:
@@ -129,8 +152,8 @@ class TunedChooser:
         self.data, self.most = data, most
         self.picks: dict[tuple[str, str], tuple[dict[str, Any], str]] = {}
 
-    @staticmethod
-    def for_target(target: CudaTarget, own: Path | None = None, most: int = 1) -> "TunedChooser":
+    @classmethod
+    def for_target(cls, target: CudaTarget, own: Path | None = None, most: int = 1) -> Self:
         """With what comes with the package for the target's chip, and over it what lies in the folder ``own``."""
         data: TuningData | None = None
         for path in tuning_files(target, own):
@@ -139,15 +162,14 @@ class TunedChooser:
                 data = read
             else:
                 data.merge(read)
-        return TunedChooser(data, most)
+        return cls(data, most)
 
     def choose(self, family: str, problem: Problem, candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
         timed, exact = self.data.find(family, problem) if self.data is not None else ([], False)
         for entry in timed:
             if entry["config"] in candidates:
-                return self._note(
-                    family, problem, entry["config"], "timed" if exact else "timed at another size"
-                )
+                why = "timed in a step" if "step_us" in entry else "timed"
+                return self._note(family, problem, entry["config"], why if exact else "timed at another size")
         return self._note(family, problem, candidates[0], "cost model")
 
     def offer(
@@ -168,3 +190,19 @@ class TunedChooser:
             {"family": family, "problem": problem, "config": config, "why": why}
             for (family, problem), (config, why) in sorted(self.picks.items(), key=lambda p: p[0])
         ]
+
+
+class RivalChooser(TunedChooser):
+    """Offers what comes close to the fastest as well, where the very problem has figures: so that steps can be timed with
+    each. Up to ``most`` candidates: the one that would be chosen, then the fastest of each kind, then the others."""
+
+    def offer(
+        self, family: str, problem: Problem, candidates: Sequence[dict[str, Any]]
+    ) -> Sequence[dict[str, Any]]:
+        chosen = self.choose(family, problem, candidates)
+        timed, exact = self.data.find(family, problem) if self.data is not None else ([], False)
+        known = sorted((t for t in timed if t["config"] in candidates), key=lambda t: t["us"])
+        close = [t["config"] for t in known if exact and t["us"] <= CLOSE * known[0]["us"]]
+        kinds = {tuple(c.get(name) for name in KIND_FIELDS): c for c in reversed(close)}
+        ordered = [chosen, *(c for c in close if c in kinds.values()), *close]
+        return [c for i, c in enumerate(ordered) if c not in ordered[:i]][: self.most]

@@ -1,9 +1,11 @@
 """Time every candidate kernel of a model's shapes on this GPU, and merge the figures into a file of tuning data.
 
 Later builds for the same chip pick the fastest. Without --output the file lies in the cache and is used by this user's
-builds; figures of several machines and models merge.
+builds; figures of several machines and models merge. With --in-step, whole steps are timed, with each of the candidates
+whose own figures are close: what a kernel does to its neighbours counts too, and decides.
 
 compilerllm tune meta-llama/Llama-3.1-8B --tokens 1,8,64
+compilerllm tune meta-llama/Llama-3.1-8B --in-step --sequences 1,8,64      after the first
 """
 
 import argparse
@@ -29,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--families", default="", help="Only these kernel families, such as linear,decode. [all]"
     )
     parser.add_argument(
-        "--candidates", type=int, default=12, help="Candidates of a problem, the most promising first. [12]"
+        "--candidates", type=int, help="Candidates of a problem, the most promising first. [12; in steps 6]"
+    )
+    parser.add_argument(
+        "--in-step", action="store_true", help="Time whole steps with candidates that have figures already."
     )
     parser.add_argument("--dtype", default="auto", help="As for serve. [auto]")
     parser.add_argument("--output", type=Path, help="File to merge into. [the cache's]")
@@ -37,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    return _time_steps(args) if args.in_step else _time_kernels(args)
+
+
+def _time_kernels(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -79,12 +88,42 @@ def run(args: argparse.Namespace) -> int:
                 _show(bar.console, what)
             bar.update(line, completed=done, total=total, description=what[:60])
 
-        data = time_problems(tasks, target, cutlass, args.candidates, args.milliseconds / 1e3, on_measure)
+        data = time_problems(
+            tasks, target, cutlass, args.candidates or 12, args.milliseconds / 1e3, on_measure
+        )
     merge_into(path, data)
     for family, problems in sorted(data.entries.items()):
         for key, timed in sorted(problems.items()):
             if timed:
                 print(f"{family:<12} {key}: {timed[0]['us']:.1f} us  {timed[0]['config']}")
+    print(f"merged into {path}")
+    return 0
+
+
+def _time_steps(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from compilerllm.kernels.triton.target import find_cuda_target
+    from compilerllm.measuring import merge_into, tuning_file
+    from compilerllm.step_tuning import Wanted, time_steps
+    from compilerllm.targets import target_name
+
+    target = find_cuda_target(target_name("cuda"))
+    wanted = Wanted(
+        args.model, args.dtype, _numbers("--sequences", args.sequences), _numbers("--tokens", args.tokens),
+        args.candidates or 6, frozenset(filter(None, args.families.split(","))),
+    )  # fmt: skip
+    path = args.output or tuning_file(target.chip)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        line = bar.add_task("building", total=None)
+
+        def on_try(done: int, total: int, what: str) -> None:
+            bar.update(line, completed=done, total=total, description=what[:60])
+
+        data, lines = time_steps(wanted, target, on_try)
+    merge_into(path, data)
+    print("\n".join(lines))
     print(f"merged into {path}")
     return 0
 

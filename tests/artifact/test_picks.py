@@ -92,14 +92,19 @@ def boot(folder: Path, clock: Wound, **options: Any) -> CudaModel:
     return model
 
 
-@pytest.fixture
-def artifact(tmp_path: Path) -> Path:
+def open_artifact(tmp_path: Path) -> Path:
+    """An artifact of the tiny program, every choice of it open."""
     folder = tmp_path / "artifact"
     folder.mkdir()
     manifest = write_artifact(folder, BUCKETS)
     (folder / "program.json").write_text(json.dumps(with_choices(BUCKETS).to_json()))
     write_manifest(folder, manifest | {"peak_bandwidth": 4000.0, "peak_tflops": 700.0})
     return folder
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    return open_artifact(tmp_path)
 
 
 def ways(model: CudaModel) -> set[str]:
@@ -271,7 +276,7 @@ def timed(
 ) -> tuple[dict[int, dict[int, float]], list[list[tuple[int, int]]]]:
     device = Recorded()
     bound: Any = device
-    bench = Bench(program, bound, lambda i: bound, lambda i: None, 4000.0, 700.0)
+    bench = Bench(program, bound, lambda i, plan: bound, lambda i: None, 4000.0, 700.0)
     return measure(bench, (), seconds), device.passes
 
 
