@@ -27,8 +27,8 @@ from compilerllm.kernels.kept import is_whole, keep
 TEMPLATES = Path(__file__).parent / "templates"
 # No asserts: CUTLASS's would abort the server, and would put paths of this machine into the library.
 FLAGS = (
-    "-std=c++17", "-O3", "-DNDEBUG", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr",
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-std=c++17", "-O3", "-DNDEBUG", "-DCUTLASS_ENABLE_GDC_FOR_SM90=1", "-gencode=arch=compute_90a,code=sm_90a",
+    "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden",
 )  # fmt: skip
 # Nothing is linked on the device: that would record the folders of this CUDA.
 LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=-s", "-nodlink")

@@ -1,19 +1,18 @@
 """Which instances are worth timing for a product, best guess first, and how a program calls one."""
 
-from compilerllm.kernels.cutlass.instances import BYTES, Instance
+from compilerllm.kernels.cutlass.instances import BYTES, GATES, Instance
 from compilerllm.kernels.errors import UnsupportedByTarget
 
 LEAST_ROWS = 64  # of a tile; with fewer, most of each is padding
 _K_BYTES = 128  # of a tile along K: one swizzled row of shared memory
-# Tile of M and N, cluster, schedule; two blocks of a cluster share the loads of weights. None of them wants a workspace:
-# stream-K does, as much as only the device can say.
-_SHAPES = (
-    ((128, 256), (2, 1), "cooperative"),
-    ((128, 128), (2, 1), "pingpong"),
-    ((64, 256), (1, 1), "pingpong"),
-    ((64, 128), (1, 1), "pingpong"),
-)
-_MANY_ROWS = 512  # from here on the largest tiles are likely best, below the smallest
+# Tiles of M and N. None of their instances wants a workspace: stream-K does, as much as only the device can say.
+_TILES = (
+    (128, 256), (128, 224), (128, 192), (128, 160), (128, 128), (128, 96), (64, 256), (64, 224), (64, 192), (64, 128), (64, 96),
+)  # fmt: skip
+_OFFERED = 4
+_SMS = 132  # of an H100 or H200
+_COOPERATIVE = 160  # columns of a tile of 128 rows from which on two groups of warps share one
+_SLOWER = 1.1  # times the operations' time: of tiles of 64 rows, and of fewer than 128 columns
 _GROUP_BYTES = 16  # of an array's entry of a group, at most
 _GROUP_ARRAYS = 7
 _TENSOR_MAPS = 4 * 128  # bytes of each SM: of A, B, C and D
@@ -26,11 +25,37 @@ def candidates(
 ) -> list[Instance]:  # fmt: skip
     """Instances for at most ``m`` rows, the likely fastest first. Raises ``UnsupportedByTarget`` for unaligned N or K."""
     require_alignment(n, k, operand, output)
-    depth = _K_BYTES // BYTES[operand]
     return [
-        Instance(operand, output, (*tile, depth), cluster, schedule, activation, bias, residual)
-        for tile, cluster, schedule in (_SHAPES if m >= _MANY_ROWS else reversed(_SHAPES))
+        Instance(operand, output, tile, cluster, schedule, activation, bias, residual)
+        for tile, cluster, schedule in _shapes(m, n, operand)
     ]
+
+
+def gated_candidates(m: int, n: int, k: int, activation: str) -> list[Instance]:
+    """As ``candidates``, of bf16 products with a gate, n result columns; none for an activation that they do not have."""
+    require_alignment(n, k, "bf16", "bf16")
+    if activation not in GATES:
+        return []
+    return [
+        Instance("bf16", "bf16", tile, cluster, schedule, activation, gated=True)
+        for tile, cluster, schedule in _shapes(m, 2 * n, "bf16")
+    ]
+
+
+def _shapes(m: int, n: int, operand: str) -> list[tuple[tuple[int, int, int], tuple[int, int], str]]:
+    """Tile, cluster and schedule of the likely fastest: those whose tiles fill every wave of the chip. Two blocks of a
+    cluster share the loads of weights."""
+    found = []
+    for rows, columns in _TILES:
+        if rows > max(LEAST_ROWS, m):
+            continue
+        cluster = (2, 1) if rows == 128 and m > 128 else (1, 1)
+        tiles = -(-m // (rows * cluster[0])) * cluster[0] * -(-n // columns)
+        cost = -(-tiles // _SMS) * rows * columns
+        cost *= (_SLOWER if rows < 128 else 1.0) * (_SLOWER if columns < 128 else 1.0)
+        schedule = "cooperative" if rows == 128 and columns >= _COOPERATIVE else "pingpong"
+        found.append((cost, ((rows, columns, _K_BYTES // BYTES[operand]), cluster, schedule)))
+    return [shape for _, shape in sorted(found, key=lambda f: f[0])[:_OFFERED]]
 
 
 def grouped_candidates(n: int, k: int) -> list[Instance]:

@@ -12,6 +12,7 @@ OPERANDS = {"bf16": "cutlass::bfloat16_t", "f8e4m3": "cutlass::float_e4m3_t"}
 OUTPUTS = {"bf16": "cutlass::bfloat16_t", "f32": "float"}
 BYTES = {"bf16": 2, "f8e4m3": 1, "f32": 4}
 ACTIVATIONS = {"none": "Identity", "silu": "SiLu", "gelu": "GELU", "gelu_tanh": "GELU_taylor"}
+GATES = ("silu", "gelu")  # activations of gated products
 # Mainloop and tile scheduler; stream-K is a cooperative kernel whose tiles may be split along K.
 SCHEDULES = {
     "cooperative": ("TmaWarpSpecializedCooperative", "PersistentScheduler"),
@@ -39,6 +40,7 @@ class Instance:
     bias: bool = False
     residual: bool = False
     grouped: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
         self._refuse_unknown()
@@ -48,6 +50,14 @@ class Instance:
             )
         if self.grouped and (self.bias or self.residual or self.activation != "none"):
             raise _refused(self, "grouped products have no epilogue", "apply it in a kernel after")
+        if self.gated and (self.bias or self.residual or self.grouped or self.schedule == "stream_k"):
+            raise _refused(
+                self, "gated products have neither bias nor residual nor groups", "add in a kernel after"
+            )
+        if self.gated and (self.activation not in GATES or self.operand != "bf16" or self.output != "bf16"):
+            raise _refused(
+                self, f"gated products are bf16, through {' or '.join(GATES)}", "gate in a kernel after"
+            )
         if self.grouped and (self.schedule == "stream_k" or self.operand != "bf16"):
             raise _refused(self, "grouped products are bf16, cooperative or pingpong", "choose one of these")
         if self.schedule != "pingpong" and self.tile[0] % 128:
@@ -77,7 +87,7 @@ class Instance:
             + ["bias"] * self.bias
             + ["residual"] * self.residual
         )
-        family = "grouped" if self.grouped else "gemm"
+        family = "grouped" if self.grouped else "gated" if self.gated else "gemm"
         return "_".join([family, self.operand, self.output, tile, f"c{cluster}", self.schedule, *extras])
 
     def source(self) -> str:
@@ -88,13 +98,14 @@ class Instance:
         output = OUTPUTS[self.output]
         # A plain epilogue has no name of its own for pingpong: each of the two groups runs the simple one.
         epilogue = "TmaWarpSpecialized" if self.schedule == "pingpong" and not array else array + mainloop
-        return _template("grouped.cu.in" if self.grouped else "gemm.cu.in").substitute(
+        name = "grouped" if self.grouped else "gated" if self.gated else "gemm"
+        return _template(f"{name}.cu.in").substitute(
             name=self.name,
             operand=OPERANDS[self.operand], output=output, source=output if self.residual else "void",
             tile_m=self.tile[0], tile_n=self.tile[1], tile_k=self.tile[2],
             cluster_m=self.cluster[0], cluster_n=self.cluster[1],
             mainloop_schedule=f"Kernel{array}{mainloop}{fast}", epilogue_schedule=epilogue,
-            scheduler=scheduler, fusion=self._fusion(output), beta="1.0f" if self.residual else "0.0f",
+            scheduler=scheduler, fusion=self._fusion(output), activation=ACTIVATIONS[self.activation], beta="1.0f" if self.residual else "0.0f",
             bias_argument="args.epilogue.thread.bias_ptr = static_cast<const Output*>(call.bias);" if self.bias else "",
             needs_c=str(self.residual).lower(), needs_bias=str(self.bias).lower(),
         )  # fmt: skip
@@ -141,6 +152,7 @@ def of_config(config: Mapping[str, object]) -> Instance:
     return Instance(
         operand, output, (m, n, k), (rows, columns), given.get("schedule", "cooperative"), given.get("activation", "none"),
         given.get("bias") == "True", given.get("residual") == "True", given.get("grouped") == "True",
+        given.get("gated") == "True",
     )  # fmt: skip
 
 

@@ -22,6 +22,15 @@ def instances(e: BucketEmitter, rows: int, n: int, k: int, dtypes: set[str], bia
     return [i for i in candidates.candidates(rows, n, k, bias=bias) if e.cutlass.has(i)]
 
 
+def gated_instances(
+    e: BucketEmitter, rows: int, n: int, k: int, dtypes: set[str], act: str
+) -> list[Instance]:
+    """As ``instances``, of those that gate what they compute; n: result columns."""
+    if rows < candidates.LEAST_ROWS or not _may(e, n, k, dtypes):
+        return []
+    return [i for i in candidates.gated_candidates(rows, n, k, act) if e.cutlass.has(i)]
+
+
 def grouped_instances(e: BucketEmitter, products: list[tuple[int, int]], dtypes: set[str]) -> list[Instance]:
     """Those that may be timed for grouped products of these N and K, each to run all of them."""
     if not all(_may(e, n, k, dtypes) for n, k in products):
@@ -38,7 +47,7 @@ def gemm(
     e: BucketEmitter, node: Node, instance: Instance, x: Typed, weight: Typed, bias: Typed | None, out: Typed,
     rows: int | Extent, n: int, k: int,
 ) -> None:  # fmt: skip
-    """out [rows, n] = x [rows, k] @ weight [n, k].T (+ bias [n]), rounded once, from f32 sums."""
+    """out [rows, n] = x [rows, k] @ weight [n, k].T (+ bias [n]), rounded once, from f32 sums; of a gated instance, its D."""
     e.library(
         node, "cutlass_gemm",
         [x, weight, _LEFT_OUT, _LEFT_OUT if bias is None else bias, _LEFT_OUT, out, _LEFT_OUT, rows],

@@ -7,7 +7,7 @@ from compilerllm.ir.graph import Node, Value
 from compilerllm.kernels.cutlass.candidates import find
 from compilerllm.kernels.cutlass.instances import Instance
 from compilerllm.kernels.errors import UnsupportedByTarget
-from compilerllm.kernels.triton.cutlass_calls import gemm, instances
+from compilerllm.kernels.triton.cutlass_calls import gated_instances, gemm, instances
 from compilerllm.kernels.triton.emitter import ITEM_BYTES, Arg, BucketEmitter, Typed, emitter
 from compilerllm.kernels.triton.linear_candidates import candidates
 from compilerllm.kernels.triton.linear_shape import Candidate, power_of_two, shape_of
@@ -248,22 +248,28 @@ def _library(e: BucketEmitter, it: Linear, x: Value | Typed) -> None:
 
 
 def _instances(e: BucketEmitter, it: Linear) -> list[Instance]:
-    """CUTLASS instances that may be timed for the product, with its bias."""
+    """CUTLASS instances that may be timed for the product, with its bias or its gate."""
     values = [it.x, it.weight, it.out] + ([] if it.bias is None else [it.bias])
-    dtypes = {v.dtype for v in values}
-    return instances(e, e.bound(it.rows), it.width, it.k, dtypes, it.bias is not None)
+    dtypes, rows = {v.dtype for v in values}, e.bound(it.rows)
+    found = instances(e, rows, it.width, it.k, dtypes, it.bias is not None)
+    if it.gated and it.bias is None:
+        found = [*gated_instances(e, rows, it.n, it.k, dtypes, it.act), *found]
+    return found
 
 
 def _cutlass(e: BucketEmitter, it: Linear, x: Value | Typed, instance: Instance) -> None:
-    """A product with its bias by CUTLASS, rounded once; activation, gate and residual read rounded products anyway."""
+    """A product by CUTLASS, with its gate if the instance has one, or with its bias, rounded once; activation, gate and
+    residual read rounded products anyway."""
+    after = it.more and not instance.gated
     result = e.arg(it.out)
-    if it.more:
+    if after:
         result = e.typed(e.scratch(e.bound(it.rows) * it.width * ITEM_BYTES[it.x.dtype]), it.x.dtype)
     given = e.arg(x) if isinstance(x, Value) else x
     bias = None if it.bias is None else e.arg(it.bias)
     rows = e.extent(it.rows)
-    gemm(e, it.node, instance, given, e.arg(it.weight), bias, result, rows, it.width, it.k)
-    if it.more:
+    columns = it.n if instance.gated else it.width
+    gemm(e, it.node, instance, given, e.arg(it.weight), bias, result, rows, columns, it.k)
+    if after:
         _after_product(e, it, result, None)
 
 

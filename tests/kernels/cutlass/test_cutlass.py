@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from compilerllm.kernels.cutlass import build
-from compilerllm.kernels.cutlass.candidates import candidates, gemm_fixed, grouped_candidates
+from compilerllm.kernels.cutlass.candidates import (
+    candidates,
+    gated_candidates,
+    gemm_fixed,
+    grouped_candidates,
+)
 from compilerllm.kernels.cutlass.instances import TARGET, Instance, of_spec, table_source
 from compilerllm.kernels.errors import ArtifactError, BuildFailed, UnsupportedByTarget
 from compilerllm.kernels.launch.gpu.cutlass import CutlassError, CutlassLibrary
@@ -27,6 +32,8 @@ def test_the_text_holds_what_the_instance_says() -> None:
     assert "FP8FastAccum" in Instance("f8e4m3", "bf16", (128, 128, 128)).source()
     grouped = Instance("bf16", "bf16", (128, 128, 64), grouped=True)
     assert "KernelPtrArrayTmaWarpSpecializedCooperative" in grouped.source() and "$" not in grouped.source()
+    gated = Instance("bf16", "bf16", (128, 224, 64), (2, 1), activation="silu", gated=True).source()
+    assert "thread::SiLu<float>" in gated and "Int<224 / (2 * kEach)>" in gated and "$" not in gated
 
 
 def test_names_and_texts_differ_where_instances_do() -> None:
@@ -35,6 +42,8 @@ def test_names_and_texts_differ_where_instances_do() -> None:
         *candidates(16, 4096, 4096, "f8e4m3"),
         *grouped_candidates(4096, 4096),
         replace(PLAIN, residual=True),
+        *gated_candidates(256, 4096, 4096, "silu"),
+        *gated_candidates(256, 4096, 4096, "gelu"),
     ]
     distinct = list(dict.fromkeys(made))
     assert len({i.name for i in distinct}) == len({i.source() for i in distinct}) == len(distinct)

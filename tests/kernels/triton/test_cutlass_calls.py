@@ -15,7 +15,7 @@ from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import parse_module
 from compilerllm.kernels.cutlass import build
 from compilerllm.kernels.cutlass.build import find_supply
-from compilerllm.kernels.cutlass.candidates import candidates
+from compilerllm.kernels.cutlass.candidates import candidates, gated_candidates
 from compilerllm.kernels.cutlass.supply import NONE, Supply
 from compilerllm.kernels.errors import ArtifactError, BuildFailed, UnsupportedByTarget
 from compilerllm.kernels.kept import keep
@@ -101,6 +101,10 @@ def test_offered_after_cublas_where_it_may_be_timed() -> None:
     assert offered(plain, supply=NONE) == []
     assert offered(plain, supply=Supply(kept=frozenset(NAMES[1:2]))) == NAMES[1:2]
     assert offered(module_text(OPS["linear"], "f16")) == []
+    gated = [i.name for i in gated_candidates(ROWS, N // 2, K, "silu")]
+    assert offered(module_text(OPS["gated"])) == gated + NAMES
+    assert offered(module_text(OPS["gated"]).replace("silu", "relu")) == NAMES
+    assert offered(module_text(OPS["gated, bias"])) == offered(module_text(OPS["bias"]))
     float_out = module_text('%y = linear(%x, %w, out_dtype="f32") : f32[T, 48]')
     assert offered(float_out) == []
     assert offered(module_text("%y = linear(%x, %w) : bf16[T, 44]", n=44)) == []
@@ -108,11 +112,19 @@ def test_offered_after_cublas_where_it_may_be_timed() -> None:
     assert offered(plain, rows=2048) == large != NAMES
 
 
+def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(first).to(torch.bfloat16).float() * second
+
+
 def product(call: LibraryCall) -> Any:
     """What an instance computes, by torch, from the call's arguments in their order."""
     n, k, m = int(call.fixed["n"]), int(call.fixed["k"]), int(call.values[7])
-    a, b, out = call.operand(0, (m, k)), call.operand(1, (n, k)), call.operand(5, (m, n))
+    halves = 2 if call.fixed["gated"] else 1
+    a, b, out = call.operand(0, (m, k)), call.operand(1, (halves * n, k)), call.operand(5, (m, n))
     assert call.values[2] == call.values[4] == call.values[6] == 0
+    if halves == 2:
+        assert call.fixed["activation"] == "silu" and not call.values[3]
+        return lambda: out.copy_(gate(*(a.float() @ b.float().t()).to(out.dtype).float().chunk(2, 1)))
     bias = call.operand(3, (n,)).float() if call.values[3] else torch.zeros(())
     assert bool(call.values[3]) == call.fixed["bias"]
     return lambda: out.copy_(a.float() @ b.float().t() + bias)
@@ -139,19 +151,25 @@ def test_calls_and_what_follows_them_give_the_linear(op: str, monkeypatch: pytes
         templates.append(kernel.template)
         values, grid = arguments(launch, where, {"T": ROWS})
         interpret.run_kernel(kernel, grid, values)
-    plain = op in ("linear", "bias")
-    assert templates == ["library:cutlass_gemm"] + ["after:after"] * (not plain)
+    whole = op in ("linear", "bias", "gated")
+    assert templates == ["library:cutlass_gemm"] + ["after:after"] * (not whole)
     assert_close(got, want)
 
 
 @pytest.mark.parametrize("place", range(4))
-@pytest.mark.parametrize("op", ["linear", "gated"])
+@pytest.mark.parametrize("op", ["linear", "gated", "gate inside"])
 def test_on_the_gpu(op: str, place: int) -> None:
     supply, rows = find_supply(cutlass_cache(KERNELS)), 200
-    instance = candidates(rows, 192, 136)[place]
+    instance = (gated_candidates(rows, 96, 136, "silu") if "inside" in op else candidates(rows, 192, 136))[
+        place
+    ]
     if not NATIVE or not supply.has(instance):
         pytest.skip(supply.reason or "needs an H100 or H200")
-    text = module_text(OPS[op], n=192, k=136).replace("48]", "192]").replace("24]", "96]")
+    text = (
+        module_text(OPS[op.replace("gate inside", "gated")], n=192, k=136)
+        .replace("48]", "192]")
+        .replace("24]", "96]")
+    )
     text = text.replace("[1, 64]", "[1, 1024]")
     torch.manual_seed(0)
     module = parse_module(text)
@@ -305,8 +323,8 @@ def test_cards_say_what_is_called_or_why_nothing_is() -> None:
 
 
 def test_buckets_share_one_library() -> None:
-    module = parse_module(module_text(OPS["linear"]).replace("[1, 64]", "[1, 512]"))
-    buckets = [Bucket(64, 1, 1, 64), Bucket(512, 1, 1, 512)]
+    module = parse_module(module_text(OPS["linear"]).replace("[1, 64]", "[1, 16384]"))
+    buckets = [Bucket(64, 1, 1, 64), Bucket(16384, 1, 1, 16384)]
     draft = draft_program(module, buckets, find_cuda_target("sm_90"), 3, Take(), cutlass=ALL)
     made = draft.instances()
     assert [i.name for i in made] == sorted(i.name for i in made) and len(made) == 2
