@@ -51,7 +51,7 @@ def _shapes(m: int, n: int, operand: str) -> list[tuple[tuple[int, int, int], tu
             continue
         cluster = (2, 1) if rows == 128 and m > 128 else (1, 1)
         tiles = -(-m // (rows * cluster[0])) * cluster[0] * -(-n // columns)
-        cost = -(-tiles // _SMS) * rows * columns
+        cost = float(-(-tiles // _SMS) * rows * columns)
         cost *= (_SLOWER if rows < 128 else 1.0) * (_SLOWER if columns < 128 else 1.0)
         schedule = "cooperative" if rows == 128 and columns >= _COOPERATIVE else "pingpong"
         found.append((cost, ((rows, columns, _K_BYTES // BYTES[operand]), cluster, schedule)))
