@@ -181,7 +181,7 @@ class Wanted:
     def request(self, target: CudaTarget) -> CompileRequest:
         """The artifact that has the candidates."""
         return CompileRequest(
-            self.model, self.dtype, level=2, target=target.name, max_num_seqs=max(self.sequences),
+            self.model, self.dtype, level=3, target=target.name, max_num_seqs=max(self.sequences),
             max_num_batched_tokens=max(self.tokens), load_format="dummy", rivals=self.rivals,
         )  # fmt: skip
 
