@@ -73,6 +73,7 @@ def product(values: "tuple[Dim, ...] | list[Dim]") -> Dim:
     return dim(result)
 
 
+@lru_cache(maxsize=4096)
 def print_dim(value: Dim) -> str:
     """Text that ``parse_dim`` reads back to an equal expression."""
     return str(value)

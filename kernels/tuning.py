@@ -165,6 +165,9 @@ class TunedChooser:
         return cls(data, most)
 
     def choose(self, family: str, problem: Problem, candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        known = self.picks.get((family, problem_key(problem)))  # layers are alike
+        if known is not None and known[0] in candidates:
+            return known[0]
         timed, exact = self.data.find(family, problem) if self.data is not None else ([], False)
         for entry in timed:
             if entry["config"] in candidates:

@@ -17,13 +17,13 @@ from compilerllm.ir.dims import Dim, dim, substitute
 from compilerllm.ir.graph import Graph, Module, Node, Value
 from compilerllm.ir.step import Bucket
 from compilerllm.ir.text import print_node
-from compilerllm.ir.types import StateType, StepType
+from compilerllm.ir.types import StateType, StepType, Type
 from compilerllm.kernels.costs import node_cost
 from compilerllm.kernels.cutlass.supply import NONE as NO_CUTLASS
 from compilerllm.kernels.cutlass.supply import Supply
 from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.kernels.launch.dtypes import ITEM_BYTES, TRITON_TYPES
-from compilerllm.kernels.launch.gpu.program import NO_COST, Choice, Extent, Pointer
+from compilerllm.kernels.launch.gpu.program import NO_COST, Choice, Cost, Extent, Pointer
 from compilerllm.kernels.refs import VIEW_OPS, Ref, dense_strides, view
 from compilerllm.kernels.spec import KernelSpec
 from compilerllm.kernels.triton.calls import (
@@ -65,6 +65,7 @@ class BucketEmitter:
         self.out = Emitted(bucket)
         self.uses = self.graph.uses()
         self._producers = self.graph.producers()
+        self._costs: dict[tuple[str, str, tuple[Type, ...]], Cost] = {}
         self._bounds: dict[str, Dim] = {"T": bucket.tokens, "S": bucket.sequences, "R": bucket.rows}
         self._refs: dict[Value, Ref] = {}
         self._bases: dict[str, Pointer] = {}
@@ -304,10 +305,18 @@ class BucketEmitter:
         path = node.origin.path
         label = f"{print_node(node).strip()[:160]}" + (f"  [{path}]" if path else "")
         first = not self.out.calls or self.out.calls[-1].node != self._node
-        cost = node_cost(node, self._bounds, self.module) if first else NO_COST
+        cost = self._cost(node) if first else NO_COST
         self.out.calls.append(
             Call(source, library, types, fixed, (x, y, z), args, self._node, label, spec, cost)
         )
+
+    def _cost(self, node: Node) -> Cost:
+        """What the node must move and compute; asked once of nodes that are alike, as layers' are."""
+        values = (*node.operands, *node.outputs)
+        kind = node.op, str(node.attrs), tuple(v.type for v in values)
+        if kind not in self._costs:
+            self._costs[kind] = node_cost(node, self._bounds, self.module)
+        return self._costs[kind]
 
     def choose(
         self, node: Node, family: str, problem: Mapping[str, int | str], candidates: Sequence[dict[str, Any]]
@@ -410,7 +419,7 @@ class BucketEmitter:
         """
         if choice not in self.out.choices:
             self.out.choices.append(choice)
-        index, cost = self.out.choices.index(choice), node_cost(node, self._bounds)
+        index, cost = self.out.choices.index(choice), self._cost(node)
         calls, copied = self.out.calls, [i for *_, places in self._copies for i in places]
         ordered = [replace(calls[i], cost=NO_COST) for i in copied]
         for candidate, (begin, end) in enumerate(pairwise(begins)):

@@ -8,6 +8,7 @@ Every candidate is valid for any number of rows up to the problem's.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from compilerllm.kernels.triton.few_rows import GEMV_ROWS, gemv, gemv_rows, skinny
 from compilerllm.kernels.triton.linear_shape import (
@@ -39,10 +40,11 @@ TILES = (  # rows, columns, elements of K, warps
 WIDE_TILES = ((16, 32, 32, 4), (32, 32, 32, 4), (64, 32, 32, 4), (64, 64, 32, 8))  # f32, no tensor cores
 
 
+@lru_cache(maxsize=1024)  # layers are alike
 def candidates(
-    s: Shape, target: CudaTarget, tensor_cores: bool, cutlass: Sequence[str] = ()
+    s: Shape, target: CudaTarget, tensor_cores: bool, cutlass: tuple[str, ...] = ()
 ) -> list[Candidate]:
-    """A few of each path, the cost model's order. tensor_cores: whether they multiply the dtype exactly; cutlass: names of
+    """A few of each path, the cost model's order; to be left as it is. tensor_cores: whether they multiply the dtype exactly; cutlass: names of
     instances, which follow cuBLAS: nothing but a measurement puts one first."""
     kinds: list[list[Timed]] = []  # each the best of its kind, best first
     plain = replace(s, norm=False)
