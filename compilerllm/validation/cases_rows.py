@@ -13,9 +13,11 @@ def norms() -> list[KernelCase]:
         %e, %f = add_rms_norm(%x, %r, %w, eps=1e-05, offset=1.0, round_first=true) : $[T, 40], $[T, 40]
         %g = layer_norm(%x, %w, %b, eps=1e-05) : $[T, 40]
         %h = layer_norm(%x, none, %b, eps=1e-05) : $[T, 40]
-        %i, %j = add_layer_norm(%x, %r, %w, %b, eps=1e-05) : $[T, 40], $[T, 40]"""
+        %i, %j = add_layer_norm(%x, %r, %w, %b, eps=1e-05) : $[T, 40], $[T, 40]
+        %k = layer_norm(%x, %w, %b, eps=1e-05, round_first=true) : $[T, 40]
+        %l, %m = add_layer_norm(%x, %r, %w, eps=1e-05, round_first=true) : $[T, 40], $[T, 40]"""
     declared = "param %w : $[40]\nparam %b : $[40]"
-    results = "%a, %c, %d, %e, %f, %g, %h, %i, %j"
+    results = "%a, %c, %d, %e, %f, %g, %h, %i, %j, %k, %l, %m"
     wide = {"emit_rows.WIDEST_ROW": 16, "emit_rows.WIDE_BLOCK": 32}
     made = []
     for dtype in ("f32", "bf16"):
@@ -212,17 +214,18 @@ def groups() -> list[KernelCase]:
     rows += "\n%s = softmax(%x, axis=1) : $[T, 37]"
     results = [f"%r{i}" for i in range(6)] + ["%s"]
     text = module("%x: $[T, 37]", rows, ", ".join(results))
-    made.append(KernelCase("groups", "rows", text, 5))
-    made.append(
-        KernelCase(
-            "groups",
-            "rows in pieces",
-            text,
-            3,
-            limits={"groups.WIDEST_ROW": 16, "emit_groups.WIDEST_ROW": 16},
-            targets=(CUDA,),
-        )
-    )
+    pieces = {"groups.WIDEST_ROW": 16, "emit_groups.WIDEST_ROW": 16}
+    made += [
+        KernelCase("groups", "rows", text, 5),
+        KernelCase("groups", "rows in pieces", text, 3, limits=pieces, targets=(CUDA,)),
+    ]
+    holes = "%a = add(%x, scalar=1.5) : $[T, 37]\n%b = sqrt(%a) : $[T, 37]\n" + rows.rpartition("\n")[0]
+    results = [f"%r{i}" for i in range(6)]
+    text = module("%x: $[T, 37]", holes.replace("(%x, axis", "(%b, axis"), ", ".join(results))
+    made += [
+        KernelCase("groups", "rows with NaN", text, 9),
+        KernelCase("groups", "rows with NaN in pieces", text, 9, limits=pieces, targets=(CUDA,)),
+    ]
     whole = "%a = remainder(%x, %y) : i32[T]\n%b = floor_div(%x, %y) : i32[T]\n%c = sub(%x, scalar=3) : i32[T]\n%d = remainder(%c, scalar=2) : i32[T]\n%e = floor_div(%c, scalar=2) : i32[T]\n%f = remainder(%c, scalar=-2) : i32[T]\n%g = floor_div(%c, scalar=-2) : i32[T]"
     made.append(
         KernelCase(

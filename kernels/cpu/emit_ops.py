@@ -143,7 +143,7 @@ def norm(e: FunctionEmitter, node: Node) -> None:
     if node.op == "rms_norm":
         e.line(f"{head}, {norm_params(node)});")
     else:
-        e.line(f"{head}, {optional(e, node, 2)}, {c_number(node.number('eps'))}f);")
+        e.line(f"{head}, {optional(e, node, 2)}, {norm_params(node)});")
     e.sync()
     e.note(node, node.op, values=kind)
 
@@ -164,7 +164,7 @@ def add_norm(e: FunctionEmitter, node: Node) -> None:
     if node.op == "add_rms_norm":
         e.line(f"{head}, {norm_params(node)});")
     else:
-        e.line(f"{head}, {optional(e, node, 3)}, {c_number(node.number('eps'))}f);")
+        e.line(f"{head}, {optional(e, node, 3)}, {norm_params(node)});")
     e.sync()
     e.note(node, node.op, values=kind)
 

@@ -37,14 +37,15 @@ _BINARY_LANES = {
 _UNARY_SCALAR = {
     "neg": "-{0}", "abs": "({0} < 0 ? -{0} : {0})", "exp": "exp({0})", "log": "log({0})", "sqrt": "sqrt({0})",
     "rsqrt": "1 / sqrt({0})", "reciprocal": "1.0 / {0}", "tanh": "tanh({0})", "sigmoid": "1 / (1 + exp(-{0}))",
-    "silu": "{0} / (1 + exp(-{0}))", "relu": "({0} > 0 ? {0} : 0)", "sin": "sin({0})", "cos": "cos({0})", "erf": "erf({0})",
+    "silu": "{0} / (1 + exp(-{0}))", "relu": "({0} < 0 ? 0 : {0})", "sin": "sin({0})", "cos": "cos({0})", "erf": "erf({0})",
     "gelu": "0.5 * {0} * (1 + erf({0} * 0.70710678118654752440))", "floor": "floor({0})", "log1p": "log1p({0})",
     "gelu_tanh": "0.5 * {0} * (1 + tanh(0.79788456080286535588 * ({0} + 0.044715 * {0} * {0} * {0})))",
     "square": "{0} * {0}", "logical_not": "({0} == 0)", "cast": "{0}",
 }  # fmt: skip
 _BINARY_SCALAR = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "double({0}) / double({1})", "pow": "pow({0}, {1})",
-    "maximum": "({0} > {1} ? {0} : {1})", "minimum": "({0} < {1} ? {0} : {1})", "floor_div": "floor_divide({0}, {1})",
+    "maximum": "({0} > {1} || {0} != {0} ? {0} : {1})", "minimum": "({0} < {1} || {0} != {0} ? {0} : {1})",
+    "floor_div": "floor_divide({0}, {1})",
     "remainder": "modulo({0}, {1})", "logical_and": "({0} != 0 && {1} != 0)", "logical_or": "({0} != 0 || {1} != 0)",
     "eq": "({0} == {1})", "ne": "({0} != {1})", "lt": "({0} < {1})", "le": "({0} <= {1})", "gt": "({0} > {1})",
     "ge": "({0} >= {1})",
@@ -52,12 +53,12 @@ _BINARY_SCALAR = {
 # op -> (neutral, combine lanes, fold lanes to one number)
 _REDUCTIONS = {
     "sum": ("0.0f", "{0} + {1}", "reduce_add"), "mean": ("0.0f", "{0} + {1}", "reduce_add"),
-    "amax": ("-INFINITY", "vmax({0}, {1})", "reduce_max"), "amin": ("INFINITY", "vmin({0}, {1})", "reduce_min"),
+    "amax": ("-INFINITY", "larger({0}, {1})", "reduce_larger"), "amin": ("INFINITY", "smaller({0}, {1})", "reduce_smaller"),
     "prod": ("1.0f", "{0} * {1}", "reduce_mul"),
 }  # fmt: skip
 _SCALAR_COMBINE = {
-    "sum": ("0", "{0} + {1}"), "mean": ("0", "{0} + {1}"), "amax": ("-INFINITY", "({0} > {1} ? {0} : {1})"),
-    "amin": ("INFINITY", "({0} < {1} ? {0} : {1})"), "prod": ("1", "{0} * {1}"),
+    "sum": ("0", "{0} + {1}"), "mean": ("0", "{0} + {1}"), "amax": ("-INFINITY", _BINARY_SCALAR["maximum"]),
+    "amin": ("INFINITY", _BINARY_SCALAR["minimum"]), "prod": ("1", "{0} * {1}"),
 }  # fmt: skip
 POINTWISE_OPS = frozenset(_UNARY_LANES) | frozenset(_BINARY_LANES) | {"where", "full", "softcap"}
 REDUCTION_OPS = frozenset(_REDUCTIONS)

@@ -19,10 +19,12 @@ WIDEST_ROW = 16384  # elements of a row that registers hold
 # op -> (neutral, combine two tiles, fold a tile along its rows)
 _REDUCTIONS = {
     "sum": (0.0, "{0} + {1}", "tl.sum({0}, 1, keep_dims=True)"), "mean": (0.0, "{0} + {1}", "tl.sum({0}, 1, keep_dims=True)"),
-    "amax": (float("-inf"), "larger({0}, {1})", "tl.max({0}, 1, keep_dims=True)"),
-    "amin": (float("inf"), "smaller({0}, {1})", "tl.min({0}, 1, keep_dims=True)"),
+    "amax": (float("-inf"), "larger({0}, {1})", "tl.reduce({0}, 1, larger, keep_dims=True)"),
+    "amin": (float("inf"), "smaller({0}, {1})", "tl.reduce({0}, 1, smaller, keep_dims=True)"),
     "prod": (1.0, "{0} * {1}", "tl.reduce({0}, 1, multiply, keep_dims=True)"),
 }  # fmt: skip
+# Of numbers only: NaN is left out, as tl.max does.
+_LARGEST = (float("-inf"), "tl.maximum({0}, {1})", "tl.max({0}, 1, keep_dims=True)")
 _WHOLE_LIMITS = {"i64": 2**63 - 1, "i32": 2**31 - 1, "i16": 2**15 - 1, "i8": 127, "u8": 255}
 REDUCTION_OPS = frozenset(_REDUCTIONS) | {"argmax"}
 ROW_OPS = REDUCTION_OPS | {"softmax", "cumsum"}
@@ -333,23 +335,26 @@ class Nest:
         source = node.operand(0)
         if source.dtype not in ("f32", "bf16", "f16", "f64"):
             raise UnsupportedByTarget(f"{self.where}: softmax of {source.dtype}")
-        top = self._reduced(source, *_REDUCTIONS["amax"])
+        top = self._reduced(source, *_LARGEST)
         total = self._reduced(source, *_REDUCTIONS["sum"], form=f"tl.exp({{0}} - {top})")
         self.softmax[node.output] = (top, total)
 
     def _argmax_row(self, node: Node) -> None:
-        """The first place of the largest value."""
+        """The first place of the largest value, or of a NaN where there is one."""
         source = node.operand(0)
         top = self._reduced(source, *_REDUCTIONS["amax"])
+        is_top = f"(({{0}} == {top}) | (({{0}} != {{0}}) & ({top} != {top})))"
         last = self.columns - 1
         if not self.looped:
             x = self._value(source, self.known)
-            places = f"tl.where(inside & ({x} == {top}), column, {last})"
+            places = f"tl.where(inside & {is_top.format(x)}, column, {last})"
         else:
             places = self.fresh(f"tl.full([ROWS, BLOCK], {last}, tl.int32)")
             self._open()
             x = self._value(source, self._memo())
-            self.out(f"{places} = tl.where(inside & ({x} == {top}), tl.minimum({places}, column), {places})")
+            self.out(
+                f"{places} = tl.where(inside & {is_top.format(x)}, tl.minimum({places}, column), {places})"
+            )
             self._close()
         self.known[node.output] = self.fresh(f"tl.min({places}, 1, keep_dims=True).to(tl.int64)")
 

@@ -112,8 +112,10 @@ void argmax_rows(Team& team, const XT* x, int ldx, int64_t* out, int T, int N) {
   for (int t = r.begin; t < r.end; t++) {
     const XT* row = x + size_t(t) * ldx;
     int best = 0;
-    for (int n = 1; n < N; n++)
-      if (to_f32(row[n]) > to_f32(row[best])) best = n;
+    for (int n = 1; n < N; n++) {
+      const float top = to_f32(row[best]), x = to_f32(row[n]);
+      if (x > top || (x != x && top == top)) best = n;
+    }
     out[t] = best;
   }
 }

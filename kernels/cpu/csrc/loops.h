@@ -29,6 +29,13 @@ CLLM_INLINE f32x16 smaller(f32x16 a, f32x16 b) { return select(ne(a, a), a, vmin
 CLLM_INLINE f32x16 keep(f32x16 v, int lanes, float neutral) {
   return lanes == 16 ? v : select(first_lanes(lanes), v, set1(neutral));
 }
+CLLM_INLINE float reduce_larger(f32x16 v) {
+  float tmp[16], found = -INFINITY;
+  store(tmp, v);
+  for (float x : tmp) found = found > x || found != found ? found : x;
+  return found;
+}
+CLLM_INLINE float reduce_smaller(f32x16 v) { return -reduce_larger(zero16() - v); }
 CLLM_INLINE float reduce_mul(f32x16 v) {
   float tmp[16], product = 1;
   store(tmp, v);

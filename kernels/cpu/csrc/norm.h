@@ -10,7 +10,7 @@ namespace cllm {
 struct NormParams {
   float eps;
   float offset = 0;         // added to the weight (gemma: 1)
-  bool round_first = true;  // true: w * round(x_hat), as llama; false: round(x_hat * w), as gemma
+  bool round_first = true;  // true: each step is rounded, w * round(x_hat), as llama; false: round(x_hat * w), as gemma
 };
 
 // y = x_hat * (w + offset) for one row of K floats. The output may be the input.
@@ -32,7 +32,10 @@ CLLM_NOINLINE void normalize_row(const float* x, int K, const XT* w, NormParams 
     const int lanes = min_int(kLanes, K - k);
     f32x16 v = load_part(x + k, lanes) * inverse;
     if (p.round_first) v = Round<XT>::apply(v);
-    if (w) v = v * (load_part(w + k, lanes) + set1(p.offset));
+    if (w) {
+      const f32x16 factor = load_part(w + k, lanes) + set1(p.offset);
+      v = v * (p.round_first ? Round<XT>::apply(factor) : factor);
+    }
     store_part(y + k, Round<XT>::apply(v), lanes);
   }
 }
@@ -78,9 +81,9 @@ void add_rms_norm(Team& team, const XT* x, int ldx, const XT* residual, int ldr,
   }
 }
 
-// y = (x - mean) / sqrt(var + eps) * w + b; w and b may be null.
+// y = (x - mean) / sqrt(var + eps) * w + b; w and b may be null. The params' offset is not added.
 template <class XT>
-CLLM_NOINLINE void layer_norm_row(const float* x, int K, const XT* w, const XT* b, float eps, XT* y) {
+CLLM_NOINLINE void layer_norm_row(const float* x, int K, const XT* w, const XT* b, NormParams p, XT* y) {
   f32x16 sum = zero16(), square = zero16();
   for (int k = 0; k < K; k += kLanes) sum = sum + load_part(x + k, min_int(kLanes, K - k));
   const f32x16 mean = set1(reduce_add(sum) / float(K));
@@ -90,34 +93,36 @@ CLLM_NOINLINE void layer_norm_row(const float* x, int K, const XT* w, const XT* 
     if (lanes < kLanes) d = select(first_lanes(lanes), d, zero16());
     square = fma(d, d, square);
   }
-  const f32x16 inverse = set1(1.0f / __builtin_sqrtf(reduce_add(square) / float(K) + eps));
+  const f32x16 inverse = set1(1.0f / __builtin_sqrtf(reduce_add(square) / float(K) + p.eps));
   for (int k = 0; k < K; k += kLanes) {
     const int lanes = min_int(kLanes, K - k);
     f32x16 v = (load_part(x + k, lanes) - mean) * inverse;
+    if (p.round_first) v = Round<XT>::apply(v);
     if (w) v = v * load_part(w + k, lanes);
+    if (w && p.round_first) v = Round<XT>::apply(v);
     if (b) v = v + load_part(b + k, lanes);
     store_part(y + k, v, lanes);
   }
 }
 
 template <class XT>
-void layer_norm(Team& team, const XT* x, int ldx, XT* y, int ldy, int T, int K, const XT* w, const XT* b, float eps) {
+void layer_norm(Team& team, const XT* x, int ldx, XT* y, int ldy, int T, int K, const XT* w, const XT* b, NormParams p) {
   float* row = team.scratch<float>(0, size_t(K));
   Range r = split(T, team);
   for (int t = r.begin; t < r.end; t++) {
     widen_row(x + size_t(t) * ldx, K, row);
-    layer_norm_row(row, K, w, b, eps, y + size_t(t) * ldy);
+    layer_norm_row(row, K, w, b, p, y + size_t(t) * ldy);
   }
 }
 
 template <class XT>
 void add_layer_norm(Team& team, const XT* x, int ldx, const XT* residual, int ldr, XT* sum, int lds, XT* y, int ldy, int T,
-                    int K, const XT* w, const XT* b, float eps) {
+                    int K, const XT* w, const XT* b, NormParams p) {
   float* row = team.scratch<float>(0, size_t(K));
   Range r = split(T, team);
   for (int t = r.begin; t < r.end; t++) {
     add_row(x + size_t(t) * ldx, residual + size_t(t) * ldr, sum + size_t(t) * lds, K, row);
-    layer_norm_row(row, K, w, b, eps, y + size_t(t) * ldy);
+    layer_norm_row(row, K, w, b, p, y + size_t(t) * ldy);
   }
 }
 

@@ -28,8 +28,8 @@ void run_norm(Team& team, void* raw) {
   const NormParams p{c.eps, c.offset, c.round_first != 0};
   if (c.kind == 0) rms_norm(team, x, c.ld, y, c.ld, c.T, c.K, w, p);
   if (c.kind == 1) add_rms_norm(team, x, c.ld, res, c.ld, sum, c.ld, y, c.ld, c.T, c.K, w, p);
-  if (c.kind == 2) layer_norm(team, x, c.ld, y, c.ld, c.T, c.K, w, b, c.eps);
-  if (c.kind == 3) add_layer_norm(team, x, c.ld, res, c.ld, sum, c.ld, y, c.ld, c.T, c.K, w, b, c.eps);
+  if (c.kind == 2) layer_norm(team, x, c.ld, y, c.ld, c.T, c.K, w, b, p);
+  if (c.kind == 3) add_layer_norm(team, x, c.ld, res, c.ld, sum, c.ld, y, c.ld, c.T, c.K, w, b, p);
 }
 
 struct QkvCall {

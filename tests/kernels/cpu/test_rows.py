@@ -30,20 +30,23 @@ class NormCall(ctypes.Structure):
 @BOTH
 @EVERY_TARGET
 @pytest.mark.parametrize("K", [64, 77], ids=["whole vectors", "a tail"])
-@pytest.mark.parametrize("kind", ["llama", "gemma", "add", "bare", "layer", "add layer"])
+@pytest.mark.parametrize("kind", ["llama", "gemma", "add", "bare", "layer", "add layer", "layer, rounded"])
 def test_norms(kind: str, K: int, target: str, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(K)
     T = 5
     x, residual = (torch.randn(T, K, generator=g).to(dtype) for _ in range(2))
     w, b = (torch.randn(K, generator=g).to(dtype) for _ in range(2))
     y, total = torch.full((2, T + 1, K), float("nan"), dtype=dtype)
-    code = {"layer": 2, "add layer": 3, "add": 1}.get(kind, 0)
-    gemma = kind == "gemma"
+    code = {"layer": 2, "layer, rounded": 2, "add layer": 3, "add": 1}.get(kind, 0)
+    gemma, late = kind == "gemma", kind in ("gemma", "layer", "add layer")
     call = NormCall(code, address(x), address(residual), address(None if kind == "bare" else w), address(b),
-                    address(total), address(y), K, T, K, 1e-5, float(gemma), int(not gemma))  # fmt: skip
+                    address(total), address(y), K, T, K, 1e-5, float(gemma), int(not late))  # fmt: skip
     build("rows_lib.cpp", target).norm(2, int(dtype == torch.bfloat16), ctypes.byref(call))
     h = x + residual if "add" in kind else x
-    if "layer" in kind:
+    if kind == "layer, rounded":
+        normal = torch.nn.functional.layer_norm(h.float(), (K,), None, None, 1e-5).to(dtype)
+        want = ((w * normal).to(dtype) + b).float()
+    elif "layer" in kind:
         want = torch.nn.functional.layer_norm(h.float(), (K,), w.float(), b.float(), 1e-5)
     else:
         normal = h.float() * torch.rsqrt(h.float().square().mean(-1, keepdim=True) + 1e-5)
