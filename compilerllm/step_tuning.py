@@ -27,7 +27,7 @@ GRAPH_TOKENS = 512  # of a step with prompts: larger ones are run launch by laun
 SWEEPS = 2  # over all choices: one may gain only once another has changed
 WORTH_AGAIN = 1.01  # of the best step's time: a candidate slower than that is not tried in a later sweep
 GAIN = 0.998  # of the best step's time, at most: less is no more than chance
-ROUNDS = 3  # in which the two steps take turns
+ROUNDS = 4  # in which the two steps take turns
 SECONDS = 0.03  # of device time, about, that a step is repeated in one round
 MOST_REPEATS = 200
 FEW_ROWS = 16  # to sample, of a step with prompts
@@ -133,11 +133,15 @@ class StepTuner:
         return watch.seconds()[0] / repeats
 
     def _ratio(self, run: Callable[[], None], best: Callable[[], None]) -> float:
-        """What a step takes over what the best one does, the median of rounds in which they take turns."""
-        repeats = self._repeats(run)
-        return statistics.median(
-            self._seconds(run, repeats) / max(self._seconds(best, repeats), 1e-12) for _ in range(ROUNDS)
-        )
+        """What a step takes over what the best one does, the median of rounds in which each goes first by turns: whoever
+        follows a rest finds a cooler chip."""
+        repeats = self._repeats(best)
+        ratios = []
+        for place in range(ROUNDS):
+            first, second = (run, best) if place % 2 else (best, run)
+            times = {first: self._seconds(first, repeats), second: self._seconds(second, repeats)}
+            ratios.append(times[run] / max(times[best], 1e-12))
+        return statistics.median(ratios)
 
 
 def tune_steps(

@@ -12,7 +12,7 @@ OPERANDS = {"bf16": "cutlass::bfloat16_t", "f8e4m3": "cutlass::float_e4m3_t"}
 OUTPUTS = {"bf16": "cutlass::bfloat16_t", "f32": "float"}
 BYTES = {"bf16": 2, "f8e4m3": 1, "f32": 4}
 ACTIVATIONS = {"none": "Identity", "silu": "SiLu", "gelu": "GELU", "gelu_tanh": "GELU_taylor"}
-GATES = ("silu", "gelu")  # activations of gated products
+GATES = {"silu": "Silu", "gelu": "cutlass::epilogue::thread::GELU<float>"}  # activations of gated products
 # Mainloop and tile scheduler; stream-K is a cooperative kernel whose tiles may be split along K.
 SCHEDULES = {
     "cooperative": ("TmaWarpSpecializedCooperative", "PersistentScheduler"),
@@ -105,7 +105,7 @@ class Instance:
             tile_m=self.tile[0], tile_n=self.tile[1], tile_k=self.tile[2],
             cluster_m=self.cluster[0], cluster_n=self.cluster[1],
             mainloop_schedule=f"Kernel{array}{mainloop}{fast}", epilogue_schedule=epilogue,
-            scheduler=scheduler, fusion=self._fusion(output), activation=ACTIVATIONS[self.activation], beta="1.0f" if self.residual else "0.0f",
+            scheduler=scheduler, fusion=self._fusion(output), activation=GATES.get(self.activation, ""), beta="1.0f" if self.residual else "0.0f",
             bias_argument="args.epilogue.thread.bias_ptr = static_cast<const Output*>(call.bias);" if self.bias else "",
             needs_c=str(self.residual).lower(), needs_bias=str(self.bias).lower(),
         )  # fmt: skip

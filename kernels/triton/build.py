@@ -1,8 +1,9 @@
 """Cross-compilation: kernel sources to cubins, with no GPU present, through a content-addressed cache."""
 
 import json
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from compilerllm.kernels.kept import damaged, sha256, write_whole
 from compilerllm.kernels.triton.prefetch import early_arguments
 from compilerllm.kernels.triton.source import KernelSource, _generated, function
 from compilerllm.kernels.triton.target import CudaTarget
+
+
+log = logging.getLogger(__name__)
 
 
 class KernelBuildError(KernelError):
@@ -89,7 +93,11 @@ def compile_source(source: KernelSource, capability: int) -> tuple[bytes, dict[s
     return compiled.asm["cubin"], facts
 
 
-def _job(order: tuple[KernelSource, str, int, str, Mapping[str, str]]) -> str:
+# A source, its key, the target's capability, the cache's folder, texts of generated modules.
+Order = tuple[KernelSource, str, int, str, Mapping[str, str]]
+
+
+def _job(order: Order) -> str:
     source, key, capability, folder, texts = order
     _generated.update(texts)
     code, meta = compile_source(source, capability)
@@ -127,6 +135,39 @@ def _start_method() -> str:
     return "spawn" if started else "fork"
 
 
+def _compile_in_processes(
+    orders: Sequence[Order], workers: int, on_left: Callable[[int], None], is_missing: Callable[[str], bool]
+) -> None:
+    """Compile each order, several at once. Where a process dies, for want of memory or because Triton crashed, the rest are
+    compiled by a quarter as many; by one at last. Raises ``KernelBuildError``.
+
+    on_left: told how many are left.
+    """
+    method = _start_method()
+    workers = min(workers if method == "fork" else SPAWNED_WORKERS, len(orders))
+    left = len(orders)
+    with ProcessPoolExecutor(workers, mp_context=get_context(method)) as pool:
+        try:
+            for future in as_completed([pool.submit(_job, order) for order in orders]):
+                future.result()
+                left -= 1
+                on_left(left)
+            return
+        except BrokenProcessPool as error:
+            rest = [o for o in orders if is_missing(o[1])]
+            source, _, capability = rest[0][:3]
+            if workers == 1:
+                raise KernelBuildError(
+                    f"a compiler's process ended while {source.template} was compiled for sm_{capability}: memory ran out, or "
+                    f"Triton crashed. Its constants: {dict(source.constexprs)}."
+                ) from error
+            log.warning(
+                "A compiler's process ended while %s or another kernel was compiled: memory ran out, or Triton crashed. "
+                "%d kernels are left, for fewer processes.", source.template, len(rest),
+            )  # fmt: skip
+    _compile_in_processes(rest, max(1, workers // 4), on_left, is_missing)
+
+
 def build_kernels(
     sources: Iterable[KernelSource],
     target: CudaTarget,
@@ -152,21 +193,12 @@ def build_kernels(
             done += 1
             on_progress(done, total)
     elif orders:
-        method = _start_method()
-        most = workers if method == "fork" else SPAWNED_WORKERS
-        with ProcessPoolExecutor(min(most, len(orders)), mp_context=get_context(method)) as pool:
-            jobs = {pool.submit(_job, order): order[0] for order in orders}
-            for future in as_completed(jobs):
-                try:
-                    future.result()
-                except BrokenProcessPool as error:
-                    raise KernelBuildError(
-                        f"a compiler's process ended while {jobs[future].template} or another kernel was compiled for "
-                        f"{target.arch}: memory ran out, or Triton crashed. Try again with fewer kernels at once: "
-                        "taskset limits the cores that are used."
-                    ) from error
-                done += 1
-                on_progress(done, total)
+        _compile_in_processes(
+            orders,
+            workers,
+            lambda left: on_progress(total - left, total),
+            lambda key: _read(folder, key) is None,
+        )
     built = {s: _read(folder, k) for s, k in keys.items()}
     result: dict[KernelSource, Cubin] = {}
     for source, cubin in built.items():
