@@ -99,6 +99,9 @@ def repeats(e: BucketEmitter, table: Value) -> bool:
     return made is not None and made.op == "rotary_table" and made.text("layout") == "half"
 
 
+MANY_TOKENS = 1024  # from here on a kernel that moves head rows fills the chip whatever its tiles are
+
+
 def row_candidates(tokens: int, heads: int) -> list[dict[str, Any]]:
     """Tokens and heads a program of a kernel that moves head rows, and its warps; likely best first."""
     narrow = [{"BT": 1, "BH": 8, "warps": 2}, {"BT": 1, "BH": 4, "warps": 1}, {"BT": 1, "BH": 16, "warps": 4}]
@@ -108,6 +111,9 @@ def row_candidates(tokens: int, heads: int) -> list[dict[str, Any]]:
         if tokens <= 64
         else [*wide, {"BT": 4, "BH": 8, "warps": 4}, {"BT": 8, "BH": 8, "warps": 8}]
     )
+    if tokens >= MANY_TOKENS:
+        shapes = ((8, 8, 4), (8, 4, 4), (4, 4, 2), (16, 4, 8), (2, 8, 2))
+        order += [{"BT": tokens_, "BH": heads_, "warps": warps} for tokens_, heads_, warps in shapes]
     limit = pow2(heads)
     fitting = [c | {"BH": min(c["BH"], limit)} for c in order]
     return [c for i, c in enumerate(fitting) if c not in fitting[:i]]
