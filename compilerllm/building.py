@@ -91,7 +91,10 @@ class Builder:
         return path
 
     def verify(self, request: CompileRequest, on_stage: OnStage = lambda stage: None) -> None:
-        """Run every rewrite of the build beside what it replaced. Raises ``RewriteInvalid``."""
+        """Run every rewrite of the build beside what it replaced, then every kernel that it uses beside the reference.
+
+        Kernels of a CPU target that this machine is not are left out. Raises ``RewriteInvalid`` and ``KernelInvalid``.
+        """
         from compilerllm.cuda_artifact import cuda_buckets
         from compilerllm.validation.build import verify_build
 
@@ -107,6 +110,34 @@ class Builder:
             lambda name, done, total: stage(f"verify {done}/{total}"),
             options=self._options(request, captured),
         ).require()
+        self._verify_kernels(request, captured, stage)
+
+    def _verify_kernels(self, request: CompileRequest, captured: "CapturedModel", stage: _Stages) -> None:
+        from compilerllm.cuda_artifact import cuda_buckets
+        from compilerllm.kernels.launch.machine import host_features
+        from compilerllm.kernels.tuning import TunedChooser
+        from compilerllm.passes.pipeline import run_pipeline
+        from compilerllm.validation.errors import KernelInvalid
+        from compilerllm.validation.module_kernels import verify_kernels
+        from compilerllm.validation.rewrites import told
+
+        target, chooser = find_build_target(request.target), None
+        if isinstance(target, CudaTarget):
+            chooser = TunedChooser.for_target(target, cache_dir() / "tuning", 1)
+        elif not target.features <= host_features():
+            return
+        if request.level == 0:  # the reference runs
+            return
+        found = verify_kernels(
+            run_pipeline(captured.module, self._options(request, captured))[0],
+            target,
+            request.level,
+            cuda_buckets(request.max_num_seqs, request.max_num_batched_tokens),
+            lambda done, total, title: stage(f"verify-kernels {done}/{total}"),
+            chooser,
+        )
+        if found:
+            raise KernelInvalid(told(found))
 
     def _options(self, request: CompileRequest, captured: "CapturedModel") -> "Options":
         from compilerllm.passes.pipeline import Options

@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--verify",
         action="store_true",
-        help="Run every rewrite of every pass beside what it replaced, on generated inputs; refuse where they differ.",
+        help="Run every rewrite of every pass beside what it replaced, and every kernel beside the reference, on generated "
+        "inputs; refuse where they differ.",
     )
     add_config(parser, "how the model is compiled", ModelConfig, _NOT_COMPILED)
     others = tuple(f.name for f in fields(SchedulerConfig) if f.name not in _COMPILED)
@@ -92,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
         said = "found in the cache" if entry.hit else f"built: {entry.why}"
         more = [line for line in (opaque_line(manifest), cutlass_line(manifest)) if line]
         card[name] = "; ".join((f"{manifest['id'][:12]}, {said}", *more))
-    card["verified"] = "every rewrite against what it replaced" if args.verify else "no (see --verify)"
+    card["verified"] = (
+        "every rewrite and kernel against what it replaced" if args.verify else "no (see --verify)"
+    )
     card["bundle"] = str(output)
     if args.pack:
         card["packed"] = args.pack

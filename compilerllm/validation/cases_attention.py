@@ -163,6 +163,8 @@ def attentions() -> list[KernelCase]:
     )
     add("attention", "narrow tiles", plain, steps=MIXED, pads=2, pick={"BM": 16, "BN": 16}, targets=(CUDA,))
     add("attention", "a long context", plain, steps=(((0, 300),), ((300, 1),), ((301, 9),)), targets=(CPU,))
+    padless = Attention(dim=32, rot=32).text("f32")  # what is written behind a row is another's
+    add("attention", "whole tiles of a head", padless, steps=(((0, 70),), ((70, 2),)), targets=(CPU,))
     ways = ("causal=true", "causal=false", "causal=true, window=7, softcap=6.0", "causal=false, window=9")
     body = "\n".join(
         f"%y{i} = attention(%q, %k, %v{', %s' if 'softcap' in way else ''}, scale=0.25, {way}) : $[T, 4, 24]"

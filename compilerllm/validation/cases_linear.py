@@ -1,6 +1,6 @@
 """Cases of matrix products: linears by every path with every epilogue, and experts."""
 
-from typing import Any
+from typing import Any, Literal
 
 from compilerllm.validation.kernel_case import ACTS, CPU, CUDA, KernelCase, module
 
@@ -42,7 +42,9 @@ def linears() -> list[KernelCase]:
     made = []
     for name, (candidate, most) in PATHS.items():
         itself = candidate["path"] in NORMS_ITSELF or candidate.get("norm") == "inside"
-        late = candidate["path"] == "skinny" or candidate.get("norm") == "inside"
+        late: Literal["", "rounded", "exact"] = ""
+        if candidate["path"] == "skinny" or candidate.get("norm") == "inside":
+            late = "exact" if candidate["bm"] == 1 else "rounded"
         for dtype in ("f32", "bf16"):
             text = module("%q: $[T, 48], %r: $[T, 70]", plain, "%a, %b, %c, %d, %e, %f", declared, dtype)
             if candidate.get("norm") is None:
@@ -66,9 +68,14 @@ def linears() -> list[KernelCase]:
                         most,
                         pick=other,
                         targets=(CUDA,),
-                        loose=300.0 if late and dtype == "bf16" else 1.0,
+                        late=late,
                     )
                 )
+    short = module("%x: $[T, 16]", "%a = linear(%x, %w) : $[T, 70]", "%a", "param %w : $[70, 16]")
+    made += [
+        KernelCase("linear", f"a short row, {n}", short, 3, pick=PATHS[n][0] | {"bk": 32}, targets=(CUDA,))
+        for n in ("gemv", "matmul", "skinny")
+    ]
     gpt = '%a = linear_gated(%x, %w, %bias, act="gpt_oss") : $[T, 35]\n%b = gated_act_packed(%x, act="silu") : $[T, 20]'
     text = module("%x: $[T, 40]", gpt, "%a, %b", declared)
     made += [

@@ -1,10 +1,14 @@
-"""Errors of validation: a rewrite that is wrong, a corpus that is not there."""
+"""Errors of validation: a rewrite or a kernel that is wrong, a corpus that is not there."""
 
 from compilerllm.errors import CompilerLLMError
 
 
 class RewriteInvalid(CompilerLLMError):
     """A pass changed what the graph computes. The message names pass, function, node and input."""
+
+
+class KernelInvalid(CompilerLLMError):
+    """A kernel does not compute what the reference does. The message names node, kernel, shape and difference."""
 
 
 class CannotValidate(CompilerLLMError):

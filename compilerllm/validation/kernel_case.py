@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Choice = Mapping[str, Any]
 Lengths = tuple[tuple[int, int], ...]
@@ -17,7 +17,8 @@ class KernelCase:
     with a step. pads: rows, and sequences, that a bucket has beyond them. pick: what the emitters' candidate must have (a
     value that none of them has is forced). limits: constants of emitter modules while the program is made, as
     "module.NAME". below: whole numbers of an input lie below this. samples: "all" rows or "ends" of sequences.
-    loose: a factor on the tolerance of f32 results, where a kernel scales after a product what the reference scales before.
+    late: the kernel scales after a product what the reference scales before it ("late.py"): "rounded" where what goes into
+    the product is rounded, "exact" where it is not.
     unlike: the share of narrow results that may be rounded otherwise, as a sum that falls on the other side of a tie is.
     """
 
@@ -32,7 +33,7 @@ class KernelCase:
     below: int = 4
     targets: tuple[str, ...] = (CUDA, CPU)
     samples: str = "all"
-    loose: float = 1.0
+    late: Literal["", "rounded", "exact"] = ""
     unlike: float = 0.08
     cutlass: bool = False
 

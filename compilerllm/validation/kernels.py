@@ -37,6 +37,7 @@ from compilerllm.kernels.reference.states import Step, allocate_states
 from compilerllm.validation.cpu_machine import CpuMachine
 from compilerllm.validation.inputs import vocabulary
 from compilerllm.validation.kernel_cases import CPU, CUDA, KernelCase, Lengths, cases
+from compilerllm.validation.late import scaled_late
 from compilerllm.validation.machine import BLOCK, Guarded, InterpretedMachine
 from compilerllm.validation.weights import Weights
 
@@ -163,7 +164,8 @@ def prepare_case(case: KernelCase) -> Prepared:
     module = parse_module(case.text, case.title)
     verify(module)
     weights = Weights(module, 1)
-    oracle = Interpreter(module, weights.bind(module))
+    meant = scaled_late(module, case.late == "rounded") if case.late else module
+    oracle = Interpreter(meant, weights.bind(module))
     if not case.steps:
         inputs = _tensors(module, case)
         return Prepared(case, module, weights, ((None, inputs),), (oracle.run(*inputs),), ({},), 1)
@@ -289,7 +291,7 @@ def _compare_all(
             continue
         run = f"run {number}, " if len(prepared.runs) > 1 else ""
         if error := compare(
-            a, b.reshape(a.shape) if b.numel() == a.numel() else b, prepared.case.loose, prepared.case.unlike
+            a, b.reshape(a.shape) if b.numel() == a.numel() else b, unlike=prepared.case.unlike
         ):
             yield f"{run}%{value.name}: {error}"
         if where := guards[index].broken():

@@ -26,10 +26,14 @@ from compilerllm.passes.inline_calls import inline_calls
 from compilerllm.validation.cpu_machine import CpuMachine
 from compilerllm.validation.inputs import Kind, Trial, free_sizes, make_trial
 from compilerllm.validation.kernels import KernelFinding, compare
+from compilerllm.validation.late import OPS as LATE
+from compilerllm.validation.late import scaled_late
 from compilerllm.validation.machine import InterpretedMachine
+from compilerllm.validation.narrow import narrowed_rows
 from compilerllm.validation.running import Runner
 from compilerllm.validation.weights import Weights
 
+LOOSE = 4.0  # a factor on the tolerance of f32 results: products here are as wide as the model's
 PADS = 2  # rows that a bucket has beyond the step's
 PROMPTS = Kind("prompts", ((0, 5), (33, 1), (4, 7)))
 DECODES = Kind("decodes", ((9, 1), (40, 1), (0, 1)), sample="all", tokens=3)
@@ -48,6 +52,16 @@ class _Piece:
     node: Node
     chosen: Mapping[str, dict[str, Any]]
 
+    @property
+    def scaled_late(self) -> dict[str, Any] | None:
+        """The candidate, where it norms within a product and scales the sums (``late.py``)."""
+        linear = self.chosen.get("linear")
+        if linear is None or self.node.op not in LATE:
+            return None
+        path, norm = linear.get("path"), linear.get("norm")
+        late = (path == "skinny" and norm != "apart") or (path == "matmul" and norm == "inside")
+        return linear if late else None
+
 
 def verify_kernels(
     module: Module, target: CudaTarget | CpuTarget, level: int, buckets: Sequence[Bucket],
@@ -55,7 +69,7 @@ def verify_kernels(
 ) -> list[KernelFinding]:  # fmt: skip
     """Every distinct kernel of a module that went through the pipeline; an empty list is what is wanted.
 
-    ``chooser`` is the build's, so that the kernels are those that it chose. CUDA's run in the interpreter (a product of
+    ``chooser`` is the build's, so that the kernels are those that it chose; weights of many rows have fewer here. CUDA's run in the interpreter (a product of
     CUTLASS is not run: another candidate takes its place), the CPU's as C++ for a target that this machine can run.
     """
     if isinstance(target, CpuTarget):
@@ -80,7 +94,10 @@ def _check(
     if trial is None:
         return [f"no step of kind {piece.kind.name!r} fits the module's dims"], ()
     weights = Weights(piece.module, 1)
-    want = Runner(piece.module, weights).run(trial)
+    meant = piece.module
+    if (linear := piece.scaled_late) is not None:
+        meant = scaled_late(meant, rounds=linear["bm"] > 1)
+    want = Runner(meant, weights).run(trial)
     if isinstance(target, CpuTarget):
         return _on_cpu(piece, trial, weights, want.outputs, target, folder)
     return _on_cuda(piece, trial, weights, want.outputs, want.states, target, level)
@@ -131,7 +148,7 @@ def _cuda_pieces(
         for node in ready.main.nodes:
             if node.op in NO_KERNEL:
                 continue
-            module, chosen = _bare(alone(ready, node)), recorder.by_node.get(node, {})
+            module, chosen = narrowed_rows(_bare(alone(ready, node))), recorder.by_node.get(node, {})
             key = print_module(module), str(sorted(chosen.items())), kind.name
             found.setdefault(key, _Piece(module, kind, node, chosen))
     return list(found.values())
@@ -184,9 +201,7 @@ def _on_cuda(
     except Exception as error:  # noqa: BLE001 - whatever stops a kernel is what is looked for
         return [f"{type(error).__name__}: {error}"], templates
     got = [o.tensor for o in machine.outputs]  # with the rows of padding
-    errors = _differences(
-        piece, [a[: len(b)] if b.dim() else a for a, b in zip(got, want, strict=True)], want
-    )
+    errors = _differences([a[: len(b)] if b.dim() else a for a, b in zip(got, want, strict=True)], want)
     errors += [
         f"result {i}: memory {o.broken()} it was written" for i, o in enumerate(machine.outputs) if o.broken()
     ]
@@ -214,13 +229,9 @@ def _padded(module: Module, trial: Trial, pads: int) -> list[Tensor]:
     return made
 
 
-def _differences(piece: _Piece, got: Sequence[Tensor], want: Sequence[Tensor]) -> list[str]:
-    late = piece.node.op.startswith("norm_")  # scaled after the product
-    found = []
-    for number, (a, b) in enumerate(zip(got, want, strict=True)):
-        if error := compare(a, b, 300.0 if late else 4.0):
-            found.append(f"result {number}: {error}")
-    return found
+def _differences(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[str]:
+    errors = (compare(a, b, LOOSE) for a, b in zip(got, want, strict=True))
+    return [f"result {number}: {error}" for number, error in enumerate(errors) if error]
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------
@@ -241,7 +252,7 @@ def _cpu_pieces(module: Module) -> list[_Piece]:
         used = [
             makers[v] for n in nodes for v in n.operands if v in makers and makers[v].op == "rotary_table"
         ]
-        piece = _bare(_together(flat, [*dict.fromkeys(used), *nodes]))
+        piece = narrowed_rows(_bare(_together(flat, [*dict.fromkeys(used), *nodes])))
         found.setdefault(print_module(piece), _Piece(piece, FRESH, node, {}))
     return list(found.values())
 
@@ -271,7 +282,7 @@ def _on_cpu(
     blocks = 1 if step is None else int(step.block_tables.max(initial=0)) + 1
     machine = CpuMachine(piece.module, weights.evaluate, folder, largest, target=target, num_blocks=blocks)
     got = machine.run(dims, step, trial.inputs)
-    errors = _differences(piece, got, want)
+    errors = _differences(got, want)
     errors += [
         f"result {i}: memory {o.broken()} it was written" for i, o in enumerate(machine.outputs) if o.broken()
     ]

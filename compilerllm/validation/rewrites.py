@@ -256,8 +256,13 @@ def verify_pipeline(
 def require_valid(findings: Sequence[Finding]) -> None:
     """Raise ``RewriteInvalid`` with the findings, where there are any."""
     if findings:
-        more = f"\nand {len(findings) - 5} more" if len(findings) > 5 else ""
-        raise RewriteInvalid("\n".join(map(str, findings[:5])) + more)
+        raise RewriteInvalid(told(findings))
+
+
+def told(findings: Sequence[object]) -> str:
+    """The first few findings, a line each, and how many more there are."""
+    more = f"\nand {len(findings) - 5} more" if len(findings) > 5 else ""
+    return "\n".join(map(str, findings[:5])) + more
 
 
 __all__ = [
