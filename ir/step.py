@@ -113,7 +113,10 @@ class SamplingTables:
 
 @dataclass(frozen=True, eq=False)
 class SampleRows:
-    """Which rows of the last forward's logits are sampled, and what is particular to them."""
+    """Which rows of the last forward's logits are sampled, and what is particular to them.
+
+    A row with a target is scored only, so its slot is always -1: nobody goes on from it.
+    """
 
     slots: Int32  # [R]: slot of each sampled row, in sample_rows order; -1 = score only
     bias_start: Int32  # [R+1]: row r's entries in bias_token and bias_value
@@ -126,6 +129,10 @@ class SampleRows:
     mask: Any = None
     # [R]: a token to report on in place of choosing one, -1 = choose; None = choose in all rows
     target: "Int32 | None" = None
+
+    def __post_init__(self) -> None:
+        scored = None if self.target is None else self.slots[self.target >= 0]
+        assert scored is None or bool((scored == -1).all()), "a row with a target has another slot than -1"
 
 
 @dataclass(frozen=True, eq=False)

@@ -74,6 +74,18 @@ def _once(before: Module, after: Module, bucket: Bucket) -> Iterator[str]:
                 yield f"@{graph.name}: {node!r} computes what {first!r} has computed"
 
 
+def _turned(before: Module, after: Module, bucket: Bucket) -> Iterator[str]:
+    for graph in after.functions.values():
+        makers = graph.producers()
+        for node in graph.nodes:
+            maker = makers.get(node.operand(0)) if node.op == "rope" else None
+            if maker is None or maker.op != "permute" or node.attrs["head_axis"] != -3:
+                continue
+            *lead, heads, tokens, width = maker.dimensions("order")
+            if (heads, tokens, width) == (len(lead) + 1, len(lead), len(lead) + 2):
+                yield f"@{graph.name}: {node!r} rotates what {maker!r} turned, and could before"
+
+
 def _whole(before: Module, after: Module, bucket: Bucket) -> Iterator[str]:
     for graph in after.functions.values():
         makers, uses = graph.producers(), graph.uses()
@@ -93,4 +105,5 @@ def _whole(before: Module, after: Module, bucket: Bucket) -> Iterator[str]:
 
 _PROMISES: dict[str, Callable[[Module, Module, Bucket], Iterator[str]]] = {
     "inline_calls": _flat, "float_logits": _f32, "specialize": _bounded, "deduplicate": _once, "fuse_gated": _whole,
+    "canonicalise": _turned,
 }  # fmt: skip

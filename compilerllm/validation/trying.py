@@ -6,6 +6,7 @@ kernel template on the cases whose kernels are made from it.
 
 import importlib.abc
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from compilerllm.validation.mutants import ROOT, Mutant
 
 PASSES, TEMPLATES, CSRC = "passes", "kernels/triton/templates", "kernels/cpu/csrc"
 CAUGHT, SURVIVED, SAME, INVALID = "caught", "survived", "no effect", "no mutant"
+_RESULTS, _VALUE = re.compile(r"^ +(%.*?) = ", re.M), re.compile(r"%[\w.]+")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,16 @@ class PassCorpus:
         """Entries of some passes, quick ones first."""
         found = [(e, m, n) for e, m, passes in self.entries for n in passes if n in names]
         return sorted(found, key=lambda x: self.slow[x[0], x[2]])
+
+
+def nameless(text: str) -> str:
+    """A module's text with its nodes' results numbered: what they are called changes nothing."""
+    functions = []
+    for function in text.split("\nfunc "):
+        made = [n for line in _RESULTS.findall(function) for n in _VALUE.findall(line)]
+        names = {n: f"%{i}" for i, n in enumerate(dict.fromkeys(made))}
+        functions.append(_VALUE.sub(lambda m, names=names: names.get(m[0], m[0]), function))  # type: ignore[misc]
+    return "\nfunc ".join(functions)
 
 
 def result_of(run: Callable[[], Any]) -> str:
@@ -143,7 +155,7 @@ def try_pass(mutant: Mutant, corpus: PassCorpus, folder: Path) -> tuple[str, str
             return CAUGHT, f"{title}: the pass fails: {type(error).__name__}: {error}"
         if text == print_module(graph) and corpus.fires(title, name, graph):
             given_up.append(title)
-        if text != corpus.made[title, name]:
+        if nameless(text) != nameless(corpus.made[title, name]):
             changed.append((title, graph, name))
     for title, graph, name in changed:
         if found := validate_pass(known[name], graph, thorough=False):
