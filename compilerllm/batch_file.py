@@ -23,7 +23,7 @@ from compilerllm.remote.server import RemoteServer
 # Routes that a batch may ask for: POST, JSON in, JSON out.
 ROUTES = (
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank",
-    "/score", "/rerank", "/pooling", "/classify", "/v1/messages",
+    "/score", "/rerank", "/v2/rerank", "/pooling", "/classify", "/v1/messages",
 )  # fmt: skip
 _RETRIED = (429, 503)  # the server says that it may have room, or be back, in a moment
 

@@ -24,7 +24,9 @@ from compilerllm.server.routes import (
     messages,
     models,
     operations,
+    pooling,
     responses,
+    scoring,
     tokenize,
 )
 from compilerllm.server.service import Service
@@ -32,7 +34,9 @@ from compilerllm.server.stats_line import log_stats
 from compilerllm.server.tracing import Tracing, open_tracing
 from compilerllm.text.tokenizer import Tokenizer
 
-APIS = (chat, batch_chat, completions, embeddings, responses, messages, tokenize, models, operations)
+APIS = (
+    chat, batch_chat, completions, embeddings, scoring, pooling, responses, messages, tokenize, models, operations,
+)  # fmt: skip
 
 
 def build_app(

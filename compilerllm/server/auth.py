@@ -90,7 +90,7 @@ class RequireKey:
         if scope["type"] == "http" and len(self._keys) and get_route_path(scope) not in OPEN_PATHS:
             label = self._find(scope)
             if label is None:
-                await unauthorized()(scope, receive, send)
+                await unauthorized(get_route_path(scope))(scope, receive, send)
                 return
             if record := current_record():
                 record.key = label

@@ -1,4 +1,8 @@
-"""Every refusal in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, with the right HTTP status."""
+"""Every refusal with the right HTTP status, in the shape of the API that was asked.
+
+OpenAI's is {"error": {"message", "type", "param", "code"}}; Anthropic's, of all paths under /v1/messages, is
+{"type": "error", "error": {"type", "message"}}.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -6,6 +10,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -173,6 +178,22 @@ _REFUSALS: tuple[tuple[type[Exception], Refusal], ...] = (  # the first that fit
 )
 _INTERNAL = Refusal(500, "server_error", "internal_error", {})
 _HTTP_KINDS = {404: "not_found", 405: "method_not_allowed"}
+_ANTHROPIC = "/v1/messages"
+_ANTHROPIC_KINDS = {  # HTTP status -> Anthropic's name of it
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    408: "timeout_error", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether what is under ``path`` is Anthropic's API."""
+    return path == _ANTHROPIC or path.startswith(_ANTHROPIC + "/")
+
+
+def anthropic_body(status: int, message: str) -> dict[str, Any]:
+    """A refusal's JSON in Anthropic's shape."""
+    kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
@@ -197,31 +218,34 @@ def log_unforeseen(error: BaseException) -> None:
         log.error("A request failed.", exc_info=error)
 
 
-def error_response(error: BaseException) -> Response:
+def error_response(error: BaseException, path: str = "") -> Response:
+    """The refusal of a request for ``path``, as that path's API has it."""
     refusal = find_refusal(error)
     log_unforeseen(error)
-    return _response(refusal.status, error_body(error), refusal.headers)
+    return _response(refusal.status, error_body(error), refusal.headers, path)
 
 
-def unauthorized() -> Response:
+def unauthorized(path: str) -> Response:
+    """The refusal of a request for ``path`` without a valid key."""
     body = _body(
         "A valid API key is needed: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'.",
         "authentication_error",
         None,
         "invalid_api_key",
     )
-    return _response(401, body, {"WWW-Authenticate": "Bearer"})
+    return _response(401, body, {"WWW-Authenticate": "Bearer"}, path)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    async def handle(_: Request, error: Exception) -> Response:
-        return error_response(error)
+    async def handle(request: Request, error: Exception) -> Response:
+        return error_response(error, get_route_path(request.scope))
 
     async def handle_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{error.detail}: {request.method} {request.url.path}"
         body = _body(message, "invalid_request_error", None, _HTTP_KINDS.get(error.status_code))
-        return _response(error.status_code, body, dict(error.headers or {}))
+        headers, path = dict(error.headers or {}), get_route_path(request.scope)
+        return _response(error.status_code, body, headers, path)
 
     app.add_exception_handler(CompilerLLMError, handle)
     app.add_exception_handler(HTTPException, handle_http)
@@ -232,5 +256,7 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _response(status: int, body: dict[str, Any], headers: dict[str, str]) -> Response:
+def _response(status: int, body: dict[str, Any], headers: dict[str, str], path: str) -> Response:
+    if speaks_anthropic(path):
+        body = anthropic_body(status, body["error"]["message"])
     return Response(msgspec.json.encode(body), status, headers, "application/json")

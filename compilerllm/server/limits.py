@@ -46,17 +46,19 @@ class Limits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        path = get_route_path(scope)
         size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
         if len(scope["headers"]) > MAX_HEADERS or size + len(scope["query_string"]) > self._max_bytes:
-            await error_response(HeadersTooLarge(MAX_HEADERS, self._max_bytes))(scope, receive, send)
+            error = HeadersTooLarge(MAX_HEADERS, self._max_bytes)
+            await error_response(error, path)(scope, receive, send)
             return
-        if get_route_path(scope) in OPEN_PATHS:
+        if path in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         try:
             self._gate.enter()
-        except (Draining, TooManyRequests) as error:
-            await error_response(error)(scope, receive, send)
+        except (Draining, TooManyRequests) as refused:
+            await error_response(refused, path)(scope, receive, send)
             return
         try:
             await self._app(scope, _in_time(receive, self._body_timeout), send)

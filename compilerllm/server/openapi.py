@@ -5,91 +5,13 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from compilerllm.server.answers import ANSWERS, ENDED_BY_DONE, SCHEMAS, ref
 from compilerllm.server.auth import OPEN_PATHS
-
-Schema = dict[str, Any]
-
-
-def _object(**properties: Schema) -> Schema:
-    """All properties are there; others may be."""
-    return {"type": "object", "required": list(properties), "properties": properties}
+from compilerllm.server.errors import speaks_anthropic
 
 
-def _list_of(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-_TEXT: Schema = {"type": "string"}
-_COUNT: Schema = {"type": "integer", "minimum": 0}
-_REASON = {"enum": ["stop", "length", "tool_calls", "error", "abort", "repetition"]}
-_HEAD = {"id": _TEXT, "created": _COUNT, "model": _TEXT}
-
-SCHEMAS: dict[str, Schema] = {
-    "Refusal": _object(
-        error={
-            "type": "object",
-            "required": ["message", "type"],
-            "properties": {
-                "message": _TEXT,
-                "type": _TEXT,
-                "param": _or_null(_TEXT),
-                "code": _or_null({"type": ["string", "integer"]}),
-            },
-        }
-    ),
-    "Usage": _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
-    "ChatCompletion": _object(
-        **_HEAD,
-        object={"const": "chat.completion"},
-        choices=_list_of(
-            _object(
-                index=_COUNT,
-                message={
-                    "type": "object",
-                    "required": ["role"],
-                    "properties": {
-                        "role": {"const": "assistant"},
-                        "content": _or_null(_TEXT),
-                        "reasoning": _or_null(_TEXT),
-                        "tool_calls": _list_of(_ref("ToolCall")),
-                    },
-                },
-                finish_reason=_REASON,
-            )
-        ),
-        usage=_ref("Usage"),
-    ),
-    "ToolCall": _object(id=_TEXT, type={"const": "function"}, function=_object(name=_TEXT, arguments=_TEXT)),
-    "ChatCompletionChunk": _object(
-        **_HEAD,
-        object={"const": "chat.completion.chunk"},
-        choices=_list_of(_object(index=_COUNT, delta={"type": "object"}, finish_reason=_or_null(_REASON))),
-    ),
-    "Completion": _object(
-        **_HEAD,
-        object={"const": "text_completion"},
-        choices=_list_of(_object(index=_COUNT, text=_TEXT, finish_reason=_or_null(_REASON))),
-    ),
-    "Model": _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT),
-    "Models": _object(object={"const": "list"}, data=_list_of(_ref("Model"))),
-}
-# (method, path) -> name of the answer's schema, and of a streamed event's.
-ANSWERS: dict[tuple[str, str], tuple[str, str | None]] = {
-    ("post", "/v1/chat/completions"): ("ChatCompletion", "ChatCompletionChunk"),
-    ("post", "/v1/completions"): ("Completion", "Completion"),
-    ("get", "/v1/models"): ("Models", None),
-    ("get", "/v1/models/{name}"): ("Model", None),
-}
-_REFUSED = {"description": "Refused.", "content": {"application/json": {"schema": _ref("Refusal")}}}
-_FAILED = {"description": "Failed.", "content": {"application/json": {"schema": _ref("Refusal")}}}
+def _refusal(description: str, name: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": ref(name)}}}
 
 
 def document(app: FastAPI, guarded: bool) -> None:
@@ -123,8 +45,9 @@ def _complete(described: dict[str, Any], guarded: bool) -> dict[str, Any]:
         for method, operation in operations.items():
             answers = operation["responses"]
             answers.pop("422", None)
-            answers.setdefault("4XX", _REFUSED)
-            answers.setdefault("5XX", _FAILED)
+            refusal = "MessageRefusal" if speaks_anthropic(path) else "Refusal"
+            answers.setdefault("4XX", _refusal("Refused.", refusal))
+            answers.setdefault("5XX", _refusal("Failed.", refusal))
             if guarded:
                 operation["security"] = [{"bearer": []}, {"header": []}]
             if (method, path) in ANSWERS:
@@ -133,8 +56,9 @@ def _complete(described: dict[str, Any], guarded: bool) -> dict[str, Any]:
 
 
 def _content(whole: str, event: str | None) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": _ref(whole)}}
+    content: dict[str, Any] = {"application/json": {"schema": ref(whole)}}
     if event is not None:
-        note = f"Server-sent events, each with a {event} as its data; the last one's data is [DONE]."
+        end = "; the last one's data is [DONE]." if event in ENDED_BY_DONE else "."
+        note = f"Server-sent events, each with a {event} as its data{end}"
         content["text/event-stream"] = {"schema": {"type": "string", "description": note}}
     return content

@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as RawTokenizer
 
 from compilerllm.text.detokenizer import (
@@ -66,6 +67,20 @@ class Tokenizer:
         """Token ids of a text. Releases the GIL, so it belongs in a thread when a loop must not wait."""
         ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def encode_text(self, text: str) -> Encoding:
+        """A text without special tokens, for ``join``; it can be cut before."""
+        return self._raw.encode(text, add_special_tokens=False)
+
+    def join(self, texts: list[Encoding], add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
+        """Token ids and token types of one text or two, with special tokens where the model's template has them."""
+        joined = self._raw.post_process(texts[0], texts[1] if len(texts) > 1 else None, add_special_tokens)
+        return joined.ids, joined.type_ids
+
+    def num_special_tokens(self, pair: bool) -> int:
+        """How many ``join`` adds to a text, or to a pair."""
+        number: int = self._raw.num_special_tokens_to_add(pair)
+        return number
 
     def has_token(self, text: str) -> bool:
         """Whether this text is one token of the vocabulary."""

@@ -223,3 +223,27 @@ def test_keys_are_taken_from_either_header(start: Start) -> None:
         pytest.raises(anthropic.AuthenticationError),
     ):
         ask(client)
+
+
+def test_refusals_before_the_route_are_in_anthropics_shape_too(start: Start) -> None:
+    guarded = start(config={"api_key": ("secret",)})
+    full = start(config={"max_concurrent_requests": 1})
+    full.app.state.gate.enter()
+    many = {f"x-{i}": "" for i in range(300)}
+    draining = start()
+    draining.app.state.gate.draining = True
+    live = start(config={"max_body_bytes": 1024})
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        for answer, status, kind in (
+            (guarded.post(path), 401, "authentication_error"),
+            (full.post(path), 429, "rate_limit_error"),
+            (full.http.post(path, headers=many), 431, "invalid_request_error"),
+            (draining.post(path), 503, "overloaded_error"),
+            (live.http.get(path), 405, "invalid_request_error"),
+            (live.post(path, model="x" * 2000), 413, "request_too_large"),
+            (live.post(path + "/batches"), 404, "not_found_error"),
+        ):
+            body = answer.json()
+            assert (answer.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
+            assert set(body) == {"type", "error"} and set(body["error"]) == {"type", "message"}
+    assert set(guarded.post("/v1/messages_").json()) == {"error"}  # OpenAI's shape

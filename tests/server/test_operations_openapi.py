@@ -7,6 +7,7 @@ import jsonschema
 import msgspec
 import pytest
 
+from compilerllm.server.answers import ANSWERS
 from tests.server.conftest import Live, Start
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -57,6 +58,32 @@ def test_answers_are_as_described(described: dict[str, Any], live: Live) -> None
             check(described, name, msgspec.json.decode(event))
     answered(described, "get", "/v1/models", live.http.get("/v1/models"))
     answered(described, "get", "/v1/models/{name}", live.http.get("/v1/models/fake"))
+
+
+def test_other_apis_answer_as_described(described: dict[str, Any], live: Live) -> None:
+    chat = [{"role": "user", "content": "the quick brown fox"}]
+    for path, body in (
+        ("/v1/responses", {"input": "hey", "max_output_tokens": 3}),
+        ("/v1/messages", {"model": "fake", "messages": chat, "max_tokens": 3}),
+        ("/v1/messages/count_tokens", {"model": "fake", "messages": chat}),
+        ("/v1/messages", {"messages": chat}),
+        ("/v1/chat/completions/batch", {"messages": [chat, chat], "max_tokens": 2}),
+        ("/tokenize", {"prompt": "hey", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5, 6]}),
+    ):
+        answered(described, "post", path, live.post(path, **body))
+        event = ANSWERS["post", path][1]
+        if event is not None:
+            lines = live.post(path, stream=True, **body).text.splitlines()
+            for line in (line[6:] for line in lines if line.startswith("data: {")):
+                check(described, event, msgspec.json.decode(line))
+    made = live.post("/v1/responses", input="hey", max_output_tokens=3).json()["id"]
+    path = "/v1/responses/{response_id}"
+    answered(described, "get", path, live.http.get(f"/v1/responses/{made}"))
+    answered(described, "delete", path, live.http.delete(f"/v1/responses/{made}"))
+    for (method, path), (name, event) in ANSWERS.items():
+        assert {name, event} - {None} <= described["components"]["schemas"].keys()
+        assert method in described["paths"][path]
 
 
 def test_refusals_are_as_described(described: dict[str, Any], live: Live) -> None:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from compilerllm.server.blocks import Block, Blocks, Step
 from compilerllm.server.chat import ChatAsk, ChatReader, Reader, plan_chat
-from compilerllm.server.errors import error_body, find_refusal, log_unforeseen
+from compilerllm.server.errors import anthropic_body, error_body, error_response, find_refusal
 from compilerllm.server.generation import Generation, Plan
 from compilerllm.server.message_request import CountRequest, MessagesRequest, read_messages_request
 from compilerllm.server.service import Service, body_schema, json_response, read_body
@@ -18,26 +18,15 @@ from compilerllm.server.sse import Dialect, named_event
 from compilerllm.text.chat import render_chat
 from compilerllm.text.prompts import encode_prompt
 
-_KINDS = {  # HTTP status -> Anthropic's name of it
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    408: "timeout_error", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
-}  # fmt: skip
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def _error(error: BaseException) -> dict[str, Any]:
-    refusal = find_refusal(error)
-    kind = _KINDS.get(refusal.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error_body(error)["error"]["message"]}}
+def _error_event(error: BaseException) -> bytes:
+    told = anthropic_body(find_refusal(error).status, error_body(error)["error"]["message"])
+    return named_event(told)
 
 
-def _refuse(error: BaseException) -> Response:
-    refusal = find_refusal(error)
-    log_unforeseen(error)
-    return Response(msgspec.json.encode(_error(error)), refusal.status, refusal.headers, "application/json")
-
-
-_DIALECT = Dialect(_refuse, lambda error: named_event(_error(error)), b"")
+_DIALECT = Dialect(lambda error: error_response(error, "/v1/messages"), _error_event, b"")
 
 
 class MessageShape:
