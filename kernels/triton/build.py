@@ -17,7 +17,6 @@ from compilerllm.kernels.triton.prefetch import early_arguments
 from compilerllm.kernels.triton.source import KernelSource, _generated, function
 from compilerllm.kernels.triton.target import CudaTarget
 
-
 log = logging.getLogger(__name__)
 
 
@@ -144,7 +143,7 @@ def _compile_in_processes(
     on_left: told how many are left.
     """
     method = _start_method()
-    workers = min(workers if method == "fork" else SPAWNED_WORKERS, len(orders))
+    workers = min(workers, len(orders), workers if method == "fork" else SPAWNED_WORKERS)
     left = len(orders)
     with ProcessPoolExecutor(workers, mp_context=get_context(method)) as pool:
         try:
