@@ -69,6 +69,7 @@ class InterpretedMachine:
         extra: dict[str, Any] = {} if prepare is None else {"prepare": prepare}
         target = target or find_cuda_target("sm_90")
         draft = draft_program(self.module, buckets, target, level, chooser, cutlass=cutlass, **extra)
+        self.sources = draft.sources()
         self.program = self.finish(draft)
         self.params = {n: surrounded(p.contiguous()) for n, p in params.items()}
         self.states = {v.name: _make_state(v.state, num_blocks, poison) for v in self.module.main.states}

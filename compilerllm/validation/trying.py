@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from compilerllm.validation.machine_code import same_assembly, same_cubins
 from compilerllm.validation.mutants import ROOT, Mutant
 
 PASSES, TEMPLATES, CSRC = "passes", "kernels/triton/templates", "kernels/cpu/csrc"
@@ -55,6 +56,13 @@ def replace_modules(mutant: Mutant, folder: Path, names: Sequence[str], forget: 
     sys.meta_path.insert(0, _Overlay(dict.fromkeys(names, file)))
     for name in [n for n in sys.modules if n.startswith(tuple(forget))]:
         del sys.modules[name]
+
+
+def replace_modules_by(file: Path, stem: str) -> None:
+    """From now on the template module ``stem``, not yet imported, is the text of ``file``."""
+    package = "compilerllm.kernels.triton"
+    names = f"{package}.templates.{stem}", f"{package}.interpreted.{stem}"
+    sys.meta_path.insert(0, _Overlay(dict.fromkeys(names, file)))
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------
@@ -179,12 +187,14 @@ def try_pass(mutant: Mutant, corpus: PassCorpus, folder: Path) -> tuple[str, str
 
 def try_triton(mutant: Mutant, units: Sequence[Any], folder: Path) -> tuple[str, str]:
     """Status and how, over ``units`` in their order. No template has been imported in this process."""
-    stem = Path(mutant.path).stem
-    package = "compilerllm.kernels.triton"
-    replace_modules(mutant, folder, [f"{package}.templates.{stem}", f"{package}.interpreted.{stem}"], [])
+    file = folder / Path(mutant.path).name
+    file.write_text(mutant.source())
+    replace_modules_by(file, file.stem)
     for unit in units:
         if found := unit.run(folder):
             return CAUGHT, str(found[0])
+    if same_cubins(f"{file.stem}.{mutant.where}", file, [u.case.title for u in units]):
+        return SAME, "all cases' kernels are the same machine code for sm_90"
     return SURVIVED, f"{len(units)} cases find nothing"
 
 
@@ -229,4 +239,6 @@ def try_cpp(mutant: Mutant, units: Sequence[Any], folder: Path) -> tuple[str, st
             if "BuildFailed" in found[0].error:
                 return INVALID, found[0].error
             return CAUGHT, str(found[0])
+    if same_assembly(units, ROOT / CSRC, overlay):
+        return SAME, "all cases' programs are the same machine code for this machine"
     return SURVIVED, f"{len(units)} cases find nothing"

@@ -52,7 +52,7 @@ def power(a, b):
     """a to the b, also for negative a with whole b."""
     size = tl.exp2(b * tl.log2(tl.abs(a)))
     whole = tl.floor(b) == b
-    odd = whole & (tl.floor(b * 0.5) * 2.0 != b)
+    odd = tl.floor(b * 0.5) * 2.0 != b  # of a whole one
     signed = tl.where(a < 0, tl.where(whole, tl.where(odd, -size, size), float("nan")), size)
     return tl.where(b == 0.0, 1.0, signed)
 
