@@ -30,6 +30,7 @@ GAIN = 0.998  # of the best step's time, at most: less is no more than chance
 ROUNDS = 4  # in which the two steps take turns
 SECONDS = 0.03  # of device time, about, that a step is repeated in one round
 MOST_REPEATS = 200
+LEAST_TOKENS = 512  # of the largest step with prompts that an artifact is built for, wanted or not
 FEW_ROWS = 16  # to sample, of a step with prompts
 Chosen = dict[int, int]  # candidates by choice
 OnTry = Callable[[int, int, str], None]  # tried, in all, what
@@ -185,15 +186,23 @@ class Wanted:
     def request(self, target: CudaTarget) -> CompileRequest:
         """The artifact that has the candidates."""
         return CompileRequest(
-            self.model, self.dtype, level=3, target=target.name, max_num_seqs=max(self.sequences),
-            max_num_batched_tokens=max(self.tokens), load_format="dummy", rivals=self.rivals,
+            self.model, self.dtype, level=3, target=target.name, max_num_seqs=max(1, *self.sequences, 0),
+            max_num_batched_tokens=max(LEAST_TOKENS, *self.tokens, 0), load_format="dummy", rivals=self.rivals,
         )  # fmt: skip
 
-    def holds(self, bucket: Bucket) -> bool:
-        """Whether the bucket's steps are wanted; of those with prompts, the ones with few rows to sample."""
-        if bucket.max_query == 1:
-            return bucket.sequences in self.sequences
-        return bucket.tokens in self.tokens and bucket.rows <= FEW_ROWS
+    def buckets(self, every: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        """Those that are wanted; of ones with prompts, with few rows to sample. Raises ``NothingToTime`` for a size that
+        no bucket has."""
+        decode = {b.sequences: b for b in every if b.max_query == 1}
+        mixed = {b.tokens: b for b in every if b.max_query > 1 and b.rows <= FEW_ROWS}
+        for what, sizes, there in (("sequences", self.sequences, decode), ("tokens", self.tokens, mixed)):
+            if odd := sorted(set(sizes) - set(there)):
+                raise NothingToTime(
+                    f"No step has {odd[0]} {what}: programs have {', '.join(map(str, sorted(there)))}."
+                )
+        if not self.sequences and not self.tokens:
+            raise NothingToTime("Neither --sequences nor --tokens names a step to time.")
+        return (*(decode[n] for n in self.sequences), *(mixed[n] for n in self.tokens))
 
 
 def time_steps(wanted: Wanted, target: CudaTarget, on_try: OnTry) -> tuple[TuningData, list[str]]:
@@ -205,11 +214,11 @@ def time_steps(wanted: Wanted, target: CudaTarget, on_try: OnTry) -> tuple[Tunin
 
     found = ensure_artifact(wanted.request(target), locate(wanted.model), lambda stage: on_try(0, 1, stage))
     manifest = manifest_of(found.path)
-    buckets = tuple(b for b in (Bucket(**b) for b in manifest["buckets"]) if wanted.holds(b))
+    buckets = wanted.buckets([Bucket(**b) for b in manifest["buckets"]])
     source = SourceSpec.from_json(manifest["source"] | {"path": ""}).open()
     model = CudaModel.load(found.path, source, options=CudaOptions(graphs=False, buckets=buckets))
     blocks = max(b.sequences * CONTEXT if b.max_query == 1 else b.tokens for b in buckets) // BLOCK_SIZE
-    model.allocate(blocks + 1, max(wanted.sequences))
+    model.allocate(blocks + 1, max(1, *wanted.sequences, 0))
     bench = model.bench()
     if not bench.program.choices:
         raise NothingToTime(

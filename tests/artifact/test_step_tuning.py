@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from compilerllm.compiled_cuda import CudaModel
+from compilerllm.cuda_artifact import cuda_buckets
 from compilerllm.kernels.launch.gpu.program import Program
 from compilerllm.kernels.tuning import RivalChooser, TuningData
-from compilerllm.step_tuning import figures, tune_steps
+from compilerllm.step_tuning import NothingToTime, Wanted, figures, tune_steps
 from tests.artifact.test_picks import Wound, boot, open_artifact
 
 interpreted = pytest.importorskip("compilerllm.kernels.triton.interpreted_backend")
@@ -95,3 +96,13 @@ def test_figures_of_steps_survive_merging_and_writing(tmp_path: Path) -> None:
         {"config": {"a": 2}, "us": 2.0, "step_us": 50.0},
         {"config": {"a": 1}, "us": 0.5},
     ]
+
+
+def test_sizes_are_those_of_buckets() -> None:
+    buckets = cuda_buckets(64, 2048)
+    wanted = Wanted("m", "auto", [1, 64], [512], 3).buckets(buckets)
+    assert [(b.tokens, b.max_query) for b in wanted] == [(1, 1), (64, 1), (512, 512)]
+    with pytest.raises(NothingToTime, match="No step has 3 sequences: programs have 1, 2, 4, 8, 16, 24"):
+        Wanted("m", "auto", [1, 3], [], 3).buckets(buckets)
+    with pytest.raises(NothingToTime, match="Neither"):
+        Wanted("m", "auto", [], [], 3).buckets(buckets)
