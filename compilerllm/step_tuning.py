@@ -228,7 +228,7 @@ def time_steps(wanted: Wanted, target: CudaTarget, on_try: OnTry) -> tuple[Tunin
     results = tune_steps(bench, wanted.families, on_try)
     known = TunedChooser.for_target(target, cache_dir() / "tuning").data
     assert known is not None, "choices are open where there are figures"
-    names = bucket_names(buckets)
+    names = bucket_names([plan.bucket for plan in bench.program.plans])
     lines = [_line(name, result, bench.program) for name, result in zip(names, results, strict=True)]
     return figures(known, bench.program, results), lines
 
