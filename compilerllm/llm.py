@@ -13,16 +13,17 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from compilerllm import compile_watch
+from compilerllm.beams import BeamOptions, BeamSearch, EarlyStopping
 from compilerllm.config import EngineConfig
 from compilerllm.errors import GenerationFailed, InvalidParameter
 from compilerllm.ir.step import Executable
 from compilerllm.outputs import CompletionOutput, RequestOutput, read_logprobs
-from compilerllm.runtime.messages import Batch, Ready, Request, Stats
+from compilerllm.runtime.messages import Batch, Delta, Ready, Request, Stats
 from compilerllm.sampling_params import SamplingParams
 from compilerllm.text.absent import open_tokenizer
 from compilerllm.text.chat import render_chat
 from compilerllm.text.output import SequenceText, TextDelta, compile_stops
-from compilerllm.text.prompts import Prompt, encode_prompt, split_params
+from compilerllm.text.prompts import Prompt, encode_prompt, fit_params, split_params
 from compilerllm.text.tokenizer import Tokenizer
 
 
@@ -189,6 +190,73 @@ class LLM:
         return self._generate(
             [self._encode_chat(c, options) for c in conversations], sampling_params, use_progress
         )
+
+    def beam_search(
+        self,
+        prompts: Any,
+        beam_width: int = 4,
+        max_tokens: int = 16,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        ignore_eos: bool = False,
+        include_stop_str_in_output: bool = False,
+    ) -> list[RequestOutput]:
+        """The ``beam_width`` likeliest continuations of each prompt, the best first, with their ``cumulative_logprob``.
+
+        ``prompts`` as in ``generate``; ``length_penalty`` and ``early_stopping`` as in transformers (``BeamOptions``).
+        ``include_stop_str_in_output``: the text shows the token that ended it.
+        """
+        params = SamplingParams(
+            n=beam_width,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            include_stop_str_in_output=include_stop_str_in_output,
+            skip_special_tokens=not include_stop_str_in_output,
+        )
+        listed = prompts if isinstance(prompts, list) and not _is_token_ids(prompts) else [prompts]
+        limit, options = self.max_model_len, BeamOptions(length_penalty, early_stopping)
+        encoded = [encode_prompt(self.tokenizer, p, max_model_len=limit) for p in listed]
+        fitted = [fit_params(params, len(prompt.token_ids), limit, "prompts") for prompt in encoded]
+        return [self._search(p, own, options) for p, own in zip(encoded, fitted, strict=True)]
+
+    def _search(self, prompt: Prompt, params: SamplingParams, options: BeamOptions) -> RequestOutput:
+        self._count += 1
+        found = RequestOutput(str(self._count), prompt.text, prompt.token_ids, [], finished=True)
+        eos = self.tokenizer.eos_token_ids
+        asked = Request(
+            request_id=found.request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            arrival_time=time.monotonic(),
+            eos_token_ids=eos,
+        )
+        search = BeamSearch(asked, options)
+        while not search.done:
+            search.advance(self._answers(search.requests()))
+        for i, (beam, delta) in enumerate(search.results()):
+            output = CompletionOutput(i, cumulative_logprob=beam.total)
+            text = SequenceText(self.tokenizer, params, prompt.token_ids, eos, None)
+            self._extend(output, text.add(delta))
+            found.outputs.append(output)
+        return found
+
+    def _answers(self, requests: list[Request]) -> dict[str, Delta]:
+        """The one delta of each request. However it is left, the engine holds nothing of them."""
+        answers: dict[str, Delta] = {}
+        try:
+            for request in requests:
+                self._engine.submit(request)
+            while len(answers) < len(requests):
+                for delta in self._engine.step().deltas:
+                    if delta.finish_reason == "error":
+                        raise GenerationFailed(delta.error or "the model failed")
+                    answers[delta.request_id] = delta
+        finally:
+            self._engine.abort([r.request_id for r in requests if r.request_id not in answers])
+            while self._engine.has_unfinished():
+                self._engine.step()
+        return answers
 
     def stream_chat(
         self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None

@@ -4,9 +4,11 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
+from compilerllm.beams import BeamOptions
 from compilerllm.errors import GenerationFailed, InvalidParameter
 from compilerllm.runtime.messages import Delta, Request, ThinkingMarks, TokenLogprobs
 from compilerllm.sampling_params import SamplingParams
+from compilerllm.server.beams import BeamFeed
 from compilerllm.server.metrics import Metrics
 from compilerllm.server.records import current_record
 from compilerllm.server.streams import EngineStreams, Feed
@@ -23,6 +25,7 @@ class PlanOptions:
     priority: int = 0
     truncation: Truncation | None = None
     thinking: ThinkingMarks | None = None
+    beams: BeamOptions | None = None  # a search for the likeliest sequences in place of sampling
 
 
 PLAIN = PlanOptions()
@@ -66,7 +69,12 @@ class Generation:
         self._metrics, self._arrived = metrics, arrived
         self._sequences: dict[str, _Sequence] = {}
         self._record = current_record()
-        self.feed: Feed = streams.submit(self._make_requests(plan, tokenizer))
+        requests, beams = self._make_requests(plan, tokenizer), plan.options.beams
+        self.feed: Feed = (
+            streams.submit(requests)
+            if beams is None
+            else BeamFeed(streams, requests, plan.params[0].n, beams)
+        )
         if self._record is not None:
             self._record.params = plan.params[0]
             self._record.num_sequences += self.num_sequences

@@ -21,9 +21,12 @@ class Gate:
         self.num_refused = 0
         self.draining = False  # set once, when the server is told to end
 
-    def enter(self) -> None:
-        """Raises ``Draining`` or ``TooManyRequests``; otherwise ``leave`` must follow."""
-        if self.draining:
+    def enter(self, begins_work: bool = True) -> None:
+        """Raises ``Draining`` or ``TooManyRequests``; otherwise ``leave`` must follow.
+
+        begins_work: nothing that does is taken any more while the server drains.
+        """
+        if self.draining and begins_work:
             raise Draining()
         if self._limit is not None and self.num_open >= self._limit:
             self.num_refused += 1
@@ -56,7 +59,8 @@ class Limits:
             await self._app(scope, receive, send)
             return
         try:
-            self._gate.enter()
+            # A response that is made in the background can be looked at and ended until the server has gone.
+            self._gate.enter(begins_work=not path.startswith("/v1/responses/"))
         except (Draining, TooManyRequests) as refused:
             await error_response(refused, path)(scope, receive, send)
             return

@@ -5,11 +5,13 @@ unless they hold the value that asks for nothing.
 """
 
 import difflib
+import math
 import re
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from compilerllm.beams import BeamOptions
 from compilerllm.errors import InvalidParameter
 from compilerllm.sampling_params import RepetitionDetection, SamplingParams, StructuredOutput
 from compilerllm.server.errors import MalformedBody, UnknownField
@@ -26,11 +28,11 @@ HARMLESS = frozenset(
 # Fields not done yet, with the values that ask for nothing.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "audio": (), "best_of": (1,), "ec_transfer_params": (), "function_call": ("none",), "functions": ([],),
-    "kv_transfer_params": (), "length_penalty": (1.0,), "logprob_token_ids": ([],), "media_io_kwargs": ({},),
+    "kv_transfer_params": (), "logprob_token_ids": ([],), "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},), "modalities": (["text"],), "prediction": (), "prompt_embeds": (),
     "return_mm_kwargs": (False,), "return_token_offsets": (False,), "return_weight_versions": (False,),
     "routed_experts_prompt_start": (0,), "spaces_between_special_tokens": (True,), "suffix": ("",),
-    "tool_choice": ("none",), "tools": ([],), "use_beam_search": (False,), "verbosity": (), "vllm_xargs": ({},),
+    "tool_choice": ("none",), "tools": ([],), "verbosity": (), "vllm_xargs": ({},),
     "watermarking": (False,), "web_search_options": (),
 }  # fmt: skip
 
@@ -81,6 +83,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     cache_salt: str | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def form(self) -> StructuredOutput | None:
         """The form that the output must have."""
@@ -95,8 +100,27 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         """What is not sampling."""
         cut = self.truncate_prompt_tokens
         return PlanOptions(
-            self.cache_salt, self.priority, None if cut is None else Truncation(cut, self.truncation_side)
+            self.cache_salt,
+            self.priority,
+            None if cut is None else Truncation(cut, self.truncation_side),
+            beams=self._beams(),
         )
+
+    def _beams(self) -> BeamOptions | None:
+        """The beam search that is wanted. Raises ``UnknownField`` for a field that has no meaning beside it, or without it."""
+        defaults = {field.name: field.default for field in msgspec.structs.fields(type(self))}
+        given = [n for n, value in defaults.items() if getattr(self, n) not in (value, None, [], {})]
+        if not self.use_beam_search:
+            for name in ("length_penalty", "early_stopping"):
+                if name in given:
+                    raise UnknownField(f"{name} goes with use_beam_search", name)
+            return None
+        for name in given:
+            if name in _SAMPLING or (name == "temperature" and self.temperature not in (0.0, 1.0)):
+                raise UnknownField(f"{name} cannot go with use_beam_search; leave it out", name)
+        if not math.isfinite(self.length_penalty) or abs(self.length_penalty) > 100:
+            raise InvalidParameter("length_penalty must be from -100 to 100", "length_penalty")
+        return BeamOptions(self.length_penalty, self.early_stopping)
 
     @property
     def usage_at_end(self) -> bool:
@@ -107,6 +131,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
+# What a beam search does not do, or does by itself.
+_SAMPLING = frozenset(
+    {"top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop",
+     "min_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs", "thinking_token_budget", "repetition_detection",
+     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "stream",
+     "logprobs", "top_logprobs", "best_of", "echo", "tools"}
+)  # fmt: skip
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _R = TypeVar("_R", bound=msgspec.Struct)
 

@@ -149,6 +149,11 @@ class Service:
                 "priority needs a server with --policy priority; this one takes requests as they come",
                 "priority",
             )
+        if options.beams is not None and params.structured is not None:
+            raise UnknownField(
+                "use_beam_search cannot hold outputs to a form (a response format, or a call that is demanded)",
+                "use_beam_search",
+            )
         if len(prompts) * params.n > _MAX_SEQUENCES:
             raise InvalidParameter(
                 f"prompts times n is {len(prompts) * params.n}, more than {_MAX_SEQUENCES}", "n"

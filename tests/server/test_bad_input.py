@@ -127,7 +127,6 @@ def test_shapes(live: Live, path: str, fields: dict[str, Any], param: str, words
         ({"zzz": 1}, "zzz", "Unknown field 'zzz'"),
         ({"watermarking": True}, "watermarking", "not supported yet"),
         ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported yet"),
-        ({"use_beam_search": True}, "use_beam_search", "not supported yet"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, TEXT])

@@ -2,20 +2,28 @@
 
 import asyncio
 import json
+import signal
+import threading
+import time
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
 
 from compilerllm.errors import InvalidParameter
 from compilerllm.parsing.parts import CallArguments, CallStart, Content, Part, Reasoning
+from compilerllm.server.app import build_app
 from compilerllm.server.blocks import Blocks
 from compilerllm.server.chat import CallDelta, ChatDelta
+from compilerllm.server.config import ServerConfig
 from compilerllm.server.routes.responses.items import check_calls, instruct, merge_turns, read_items
+from compilerllm.server.run import address_of, bind, make_server
 from compilerllm.server.stored import Finished, StoredResponses
 from compilerllm.text.tokenizer import Tokenizer
 from tests.server.conftest import Live, Start
+from tests.server.fake_engine import FakeEngine
 from tests.server.markup import MARKED, use_markup
 
 TEXT = "the quick brown été 日本語 🙂🎉 fox"
@@ -196,6 +204,29 @@ def test_background_is_polled(live: Live) -> None:
     done = retrieve(live, made.id)
     assert done.usage.output_tokens == 20 and done.output_text.startswith("the quick") and done.background
     assert live.client.responses.cancel(done.id) == done, "one that has ended stays as it is"
+
+
+def test_a_draining_server_lets_background_responses_end(tokenizer: Tokenizer) -> None:
+    config = ServerConfig(port=0, shutdown_timeout=20)
+    listener = bind(config)
+    engine = FakeEngine(vocab_size=tokenizer.vocab_size, step_seconds=0.02)
+    app = build_app(engine, tokenizer, config, "fake")
+    server = make_server(app, config)
+    thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
+    thread.start()
+    body = {"input": TEXT, "background": True, "max_output_tokens": 40}
+    with httpx.Client(base_url=address_of(listener, config), timeout=20) as http:
+        while not server.started:
+            time.sleep(0.01)
+        made = http.post("/v1/responses", json=body).json()["id"]
+        server.handle_exit(signal.SIGTERM, None)
+        assert http.post("/v1/responses", json=body).status_code == 503
+        assert http.get(f"/v1/responses/{made}").json()["status"] == "in_progress"
+        thread.join(20)
+    ended = app.state.stored_responses.find(made)
+    assert not thread.is_alive() and isinstance(ended, Finished)
+    told = json.loads(ended.body)
+    assert told["status"] == "incomplete" and told["usage"]["output_tokens"] == 40
 
 
 def test_background_is_cancelled(start: Start) -> None:
