@@ -18,9 +18,6 @@ struct GeluTanh {
 struct GeluErf {
   static CLLM_INLINE f32x16 apply(f32x16 x) { return vgelu_erf(x); }
 };
-struct QuickGelu {
-  static CLLM_INLINE f32x16 apply(f32x16 x) { return x * vsigmoid(x * set1(1.702f)); }
-};
 struct Relu {
   static CLLM_INLINE f32x16 apply(f32x16 x) { return vmax(zero16(), x); }  // NaN stays
 };
@@ -32,9 +29,6 @@ struct Relu2 {
 };
 struct Sigmoid {
   static CLLM_INLINE f32x16 apply(f32x16 x) { return vsigmoid(x); }
-};
-struct Tanh {
-  static CLLM_INLINE f32x16 apply(f32x16 x) { return vtanh(x); }
 };
 
 // gpt_oss: (up + 1) * gate * sigmoid(alpha * gate), gate clamped from above, up from both sides.

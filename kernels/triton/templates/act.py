@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .elementwise import gelu, gelu_tanh, relu, sigmoid, silu, tanh
+from .elementwise import gelu, gelu_tanh, relu, sigmoid, silu
 
 
 @triton.jit
@@ -14,16 +14,12 @@ def act(x, ACT: tl.constexpr):
         return gelu(x)
     elif ACT == "gelu_tanh":
         return gelu_tanh(x)
-    elif ACT == "quick_gelu":
-        return x * sigmoid(1.702 * x)
     elif ACT == "relu":
         return relu(x)
     elif ACT == "relu2":
         return relu(x) * relu(x)
     elif ACT == "sigmoid":
         return sigmoid(x)
-    elif ACT == "tanh":
-        return tanh(x)
     else:
         tl.static_assert(ACT == "identity", "unknown activation")
         return x
