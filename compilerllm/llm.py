@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from compilerllm import compile_watch
-from compilerllm.beams import BeamOptions, BeamSearch, EarlyStopping
 from compilerllm.config import EngineConfig
 from compilerllm.errors import GenerationFailed, InvalidParameter
 from compilerllm.ir.step import Executable
 from compilerllm.outputs import CompletionOutput, RequestOutput, read_logprobs
+from compilerllm.runtime.beams import BeamOptions, BeamSearch, EarlyStopping
 from compilerllm.runtime.messages import Batch, Delta, Ready, Request, Stats
 from compilerllm.sampling_params import SamplingParams
 from compilerllm.text.absent import open_tokenizer

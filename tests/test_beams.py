@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from compilerllm import LLM
-from compilerllm.beams import EarlyStopping
 from compilerllm.compiler import make_buckets
 from compilerllm.config import CacheConfig, SchedulerConfig
 from compilerllm.errors import InvalidParameter
@@ -17,6 +16,7 @@ from compilerllm.kernels.reference.model import ReferenceModel
 from compilerllm.models.model import capture_checkpoint
 from compilerllm.models.resolve import resolve
 from compilerllm.passes.pipeline import Options, run_pipeline
+from compilerllm.runtime.beams import EarlyStopping
 from compilerllm.runtime.engine import InProcessEngine
 from compilerllm.server.config import ServerConfig
 from compilerllm.text.tokenizer import Tokenizer

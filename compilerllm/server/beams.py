@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from compilerllm.beams import BeamOptions, BeamSearch
+from compilerllm.runtime.beams import BeamOptions, BeamSearch
 from compilerllm.runtime.messages import Delta, Request
 from compilerllm.server.streams import EngineStreams, Feed
 

@@ -4,8 +4,8 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
-from compilerllm.beams import BeamOptions
 from compilerllm.errors import GenerationFailed, InvalidParameter
+from compilerllm.runtime.beams import BeamOptions
 from compilerllm.runtime.messages import Delta, Request, ThinkingMarks, TokenLogprobs
 from compilerllm.sampling_params import SamplingParams
 from compilerllm.server.beams import BeamFeed

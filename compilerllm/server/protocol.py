@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from compilerllm.beams import BeamOptions
 from compilerllm.errors import InvalidParameter
+from compilerllm.runtime.beams import BeamOptions
 from compilerllm.sampling_params import RepetitionDetection, SamplingParams, StructuredOutput
 from compilerllm.server.errors import MalformedBody, UnknownField
 from compilerllm.server.formats import GUIDED, one_form, read_response_format, read_structured_outputs
