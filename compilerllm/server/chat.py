@@ -2,17 +2,23 @@
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import msgspec
+
 from compilerllm.parsing.parts import CallArguments, CallStart, Content, OutputParser, Part, Reasoning
+from compilerllm.runtime.messages import ThinkingMarks
 from compilerllm.sampling_params import SamplingParams
 from compilerllm.server.generation import PLAIN, Generation, Plan, PlanOptions
 from compilerllm.server.service import Service
+from compilerllm.server.tools import ToolUse
 from compilerllm.text.chat import render_chat
 from compilerllm.text.output import TextDelta
 
-MakeParser = Callable[[], OutputParser]  # a new one for each sequence
+MakeParser = Callable[
+    [str], OutputParser
+]  # a new one for each sequence, which continues a prompt that ends so
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,42 @@ class ChatAsk:
     parser: MakeParser | None = None
 
 
+def told_apart(
+    service: Service, use: ToolUse, params: SamplingParams
+) -> tuple[SamplingParams, MakeParser | None]:
+    """What takes outputs apart, None where they are all answer, and the sampling that goes with it.
+
+    Calls that are demanded, and outputs held to a form, have no thoughts before them.
+    """
+    if (forced := use.parser()) is not None:
+        return params, lambda prompt: forced()
+    chosen = service.output_format
+    if params.structured is not None:
+        chosen = replace(chosen, reasoning=None)
+    tools = use.tools if use.mode == "auto" and chosen.tools is not None else ()
+    if not tools and chosen.reasoning is None:
+        return params, None
+    hidden: frozenset[str] = frozenset()
+    if chosen.special and params.skip_special_tokens:
+        hidden = service.tokenizer.special_tokens
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    return params, lambda prompt: chosen.parser(prompt, tools, hidden, use.parallel)
+
+
 def plan_chat(service: Service, ask: ChatAsk) -> Plan:
     """Render and encode the messages. In a thread. Raises ``InvalidParameter`` naming the message."""
     text = render_chat(service.tokenizer, service.model, ask.messages, ask.source, **ask.template)
+    options, thoughts = ask.options, service.output_format.reasoning
+    if ask.params.thinking_token_budget is not None and thoughts is not None and not thoughts.channels:
+        start, end = (
+            tuple(service.tokenizer.encode(m, add_special_tokens=False))
+            for m in (thoughts.start, thoughts.end)
+        )
+        options = replace(
+            options, thinking=ThinkingMarks(start, end, service.output_format.begins_inside(text))
+        )
     return service.plan(
-        [text], ask.params, ask.options, add_special_tokens=ask.add_special_tokens, param=ask.param
+        [text], ask.params, options, add_special_tokens=ask.add_special_tokens, param=ask.param
     )
 
 
@@ -90,7 +127,8 @@ class ChatReader:
 
     def __init__(self, generation: Generation, make_parser: MakeParser) -> None:
         self._generation = generation
-        self._parsers = [make_parser() for _ in range(generation.num_sequences)]
+        prompts = (generation.prompt_of(i) for i in range(generation.num_sequences))
+        self._parsers = [make_parser(p.text or "") for p in prompts]
         self._called = [False] * generation.num_sequences
 
     async def read(self) -> list[tuple[int, ChatDelta]]:

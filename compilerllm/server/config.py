@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from compilerllm.errors import InvalidParameter
+from compilerllm.parsing.choose import choose_format
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_REQUESTS = ("off", "metadata", "full")
@@ -183,6 +184,16 @@ class LogConfig(_Part):
 class ApiConfig(_Part):
     """What requests may ask for."""
 
+    reasoning_parser: str = _option(
+        "auto",
+        "How the model marks its thoughts, such as qwen3 or deepseek_r1 (docs/server.md lists them); auto goes by its chat "
+        "template, none leaves them in the answer.",
+    )
+    tool_call_parser: str = _option(
+        "auto",
+        "How the model marks calls of tools, such as hermes or llama3_json (docs/server.md lists them); auto goes by its "
+        "chat template, none leaves them in the answer.",
+    )
     trust_request_chat_template: bool = _option(
         False, "Let requests bring a chat template of their own (chat_template); it runs in the sandbox."
     )
@@ -196,6 +207,7 @@ class ApiConfig(_Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        choose_format(self.reasoning_parser, self.tool_call_parser, "")  # raises for a name that there is not
         size = self.responses_store_bytes
         _check(size >= 0, "responses_store_bytes", size, "at least 0")
 

@@ -1,6 +1,7 @@
 """What all routes share: the engine, the tokenizer, limits, metrics, and the way of a request from its body to its answer."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from compilerllm.errors import InvalidParameter
+from compilerllm.parsing.choose import OutputFormat, choose_format
 from compilerllm.runtime.client import EngineClient
 from compilerllm.sampling_params import SamplingParams
 from compilerllm.server import metrics as metrics_module
@@ -27,6 +29,7 @@ from compilerllm.text.prompts import encode_bad_words, encode_prompt, fit_params
 from compilerllm.text.tokenizer import Tokenizer
 
 _MAX_SEQUENCES = 1024  # prompts times n of one request
+log = logging.getLogger("compilerllm.server")
 _T = TypeVar("_T")
 
 
@@ -55,6 +58,7 @@ class Service:
             self.streams, client.ready, model, self.gate, vllm_names=config.vllm_metric_names
         )
         self.sampling_defaults = sampling_defaults(tokenizer.generation_config)
+        self.output_format = output_format(tokenizer, config)
         # Own threads, and few: tokenization must neither block the loop nor take the cores from the engine.
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
 
@@ -141,7 +145,7 @@ class Service:
         """
         if params.thinking_token_budget is not None and options.thinking is None:
             raise UnknownField(
-                "thinking_token_budget is not supported yet: no model's thoughts are told apart",
+                "thinking_token_budget needs a model whose thoughts are told apart between two marks (--reasoning-parser)",
                 "thinking_token_budget",
             )
         if options.priority and self.client.ready.policy != "priority":
@@ -180,6 +184,16 @@ class Service:
         """Raises ``ModelNotFound`` for another model's name."""
         if asked is not None and asked != self.model:
             raise ModelNotFound(asked, self.model)
+
+
+def output_format(tokenizer: Tokenizer, config: ServerConfig) -> OutputFormat:
+    """How the model marks thoughts and calls, by flags or by its chat template. Raises ``UnknownParser``."""
+    template = tokenizer.chat_template
+    source = template.source if template is not None else ""
+    chosen = choose_format(config.reasoning_parser, config.tool_call_parser, source)
+    thoughts, calls = (name or "none" for name in chosen.names)
+    log.info("Outputs are taken apart by the parsers %s (thoughts) and %s (calls of tools).", thoughts, calls)
+    return chosen
 
 
 async def read_body(request: Request, limit: int) -> bytes:

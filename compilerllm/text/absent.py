@@ -20,7 +20,7 @@ class NoTokenizer(Tokenizer):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.special_ids = frozenset[int]()
+        self.special_ids, self.special_tokens = frozenset[int](), frozenset[str]()
         self.vocab_size = 0
         self.generation_config = {}
         self.named_tokens = {}

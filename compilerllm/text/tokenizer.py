@@ -47,6 +47,7 @@ class Tokenizer:
         self._pieces = read_pieces(self._raw, None if decoder is None else json.loads(decoder.__getstate__()))
         added = self._raw.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_tokens = frozenset(token.content for token in added.values() if token.special)
         self.vocab_size: int = self._raw.get_vocab_size(with_added_tokens=True)
 
         config = _read_json(self.folder / "tokenizer_config.json")

@@ -12,7 +12,7 @@ _MARK = re.compile(r"<(/?)([tc])(?: (\w+))?>")
 
 
 class MarkupParser:
-    def __init__(self) -> None:
+    def __init__(self, prompt: str = "") -> None:
         self._held, self._within, self._calls = "", "", 0
 
     def add(self, text: str) -> list[Part]:

@@ -126,7 +126,11 @@ def test_shapes(live: Live, path: str, fields: dict[str, Any], param: str, words
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
         ({"zzz": 1}, "zzz", "Unknown field 'zzz'"),
         ({"watermarking": True}, "watermarking", "not supported yet"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported yet"),
+        (
+            {"thinking_token_budget": 5},
+            "thinking_token_budget",
+            "needs a model whose thoughts are told apart",
+        ),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, TEXT])

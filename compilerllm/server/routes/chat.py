@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from compilerllm.errors import InvalidParameter
 from compilerllm.sampling_params import SamplingParams
-from compilerllm.server.chat import CallDelta, ChatAsk, ChatDelta, ChatReader, Message, plan_chat
+from compilerllm.server.chat import CallDelta, ChatAsk, ChatDelta, ChatReader, Message, plan_chat, told_apart
 from compilerllm.server.formats import one_form
 from compilerllm.server.generation import Generation, Plan
 from compilerllm.server.logprobs import TokenNames, chat_logprobs
@@ -171,14 +171,15 @@ def ask_chat(service: Service, asked: ChatRequest) -> ChatAsk:
     """What a checked body asks of the model."""
     service.check_model(asked.model)
     use = asked.tool_use()
+    params, parser = told_apart(service, use, asked.sampling_params(service.sampling_defaults, use))
     return ChatAsk(
         asked.messages,
-        asked.sampling_params(service.sampling_defaults, use),
+        params,
         options=asked.plan_options(),
         add_special_tokens=asked.add_special_tokens,
         template=asked.template(use),
         source=_own_template(service, asked),
-        parser=use.parser(),
+        parser=parser,
     )
 
 

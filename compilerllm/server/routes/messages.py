@@ -9,7 +9,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from compilerllm.server.blocks import Block, Blocks, Step
-from compilerllm.server.chat import ChatAsk, ChatReader, Reader, plan_chat
+from compilerllm.server.chat import ChatAsk, ChatReader, Reader, plan_chat, told_apart
 from compilerllm.server.errors import anthropic_body, error_body, error_response, find_refusal
 from compilerllm.server.generation import Generation, Plan
 from compilerllm.server.message_request import CountRequest, MessagesRequest, read_messages_request
@@ -136,12 +136,13 @@ def _read_arguments(text: str) -> dict[str, Any]:
 def _ask(service: Service, request: MessagesRequest) -> ChatAsk:
     service.check_model(request.model)
     use = request.tool_use()
+    params, parser = told_apart(service, use, request.sampling_params(service.sampling_defaults, use))
     return ChatAsk(
         request.chat_messages(),
-        request.sampling_params(service.sampling_defaults, use),
+        params,
         options=request.plan_options(),
         template=request.template(use),
-        parser=use.parser(),
+        parser=parser,
     )
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from compilerllm.errors import ContextLengthExceeded, InvalidParameter
 from compilerllm.sampling_params import SamplingParams, StructuredOutput
-from compilerllm.server.chat import ChatAsk, plan_chat
+from compilerllm.server.chat import ChatAsk, plan_chat, told_apart
 from compilerllm.server.formats import one_form, read_response_format, read_structured_outputs
 from compilerllm.server.generation import Plan, PlanOptions
 from compilerllm.server.protocol import (
@@ -217,13 +217,14 @@ def plan_response(service: Service, request: ResponsesRequest, before: list[Mess
     use = request.tool_use()
     conversation = merge_turns([*before, *read_items(request.input)])
     check_calls(conversation)
+    params, parser = told_apart(service, use, request.sampling_params(service.sampling_defaults, use))
     ask = ChatAsk(
         instruct(request.instructions, conversation),
-        request.sampling_params(service.sampling_defaults, use),
+        params,
         param="input",
         options=PlanOptions(request.cache_salt, request.priority),
         template=request.template(use),
-        parser=use.parser(),
+        parser=parser,
     )
     try:
         plan = plan_chat(service, ask)
