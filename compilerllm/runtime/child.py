@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from compilerllm.config import EngineConfig
 from compilerllm.errors import EngineStartFailed
@@ -36,7 +35,8 @@ class EngineProcess:
         self._context = zmq.Context()
         self._inbox = self._bind(zmq.PUSH, "in")
         self._outbox = self._bind(zmq.PULL, "out")
-        self._async_outbox: zmq.asyncio.Socket | None = None
+        self._arrival: asyncio.Future[None] | None = None  # of whoever waits in ``receive``
+        self._loop: asyncio.AbstractEventLoop | None = None  # watches the outbox, from the first wait on
         self.last_heard = time.monotonic()
         module = [
             "-P",
@@ -109,21 +109,51 @@ class EngineProcess:
         self._inbox.send(_encode(message))
 
     async def receive(self, seconds: float) -> Outbound | None:
-        """The next message, or None if none comes within ``seconds``."""
-        if self._async_outbox is None:
-            self._async_outbox = zmq.asyncio.Socket.from_socket(self._outbox)
-        if not await self._async_outbox.poll(int(seconds * 1000)):
-            return None
-        data = await self._async_outbox.recv()
+        """The next message, or None if none comes within ``seconds``. One that is there is returned without a pause,
+        so that who is late gets all that has come before anybody else's turn."""
+        try:
+            data = self._outbox.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            await self._wait(seconds)
+            try:
+                data = self._outbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
         self.last_heard = time.monotonic()
         return _decode(data)
+
+    async def _wait(self, seconds: float) -> None:
+        """Until something may have come. What zmq.asyncio does takes longer than decoding a step's message."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._descriptor, self._wake)
+        self._arrival = self._loop.create_future()
+        late = self._loop.call_later(seconds, self._wake)
+        # The descriptor tells of a change only, and only until the socket is looked at: so look once more.
+        if int(self._outbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._wake()
+        try:
+            await self._arrival
+        finally:
+            late.cancel()
+            self._arrival = None
+
+    @property
+    def _descriptor(self) -> int:
+        """Becomes readable when the outbox changes."""
+        return int(self._outbox.getsockopt(zmq.FD))
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     def close(self) -> None:
         """End the process and remove what it left. Idempotent."""
         if self._process.poll() is None:
             self._process.kill()  # it holds nothing that would have to be saved, and heeds no other signal
             self._process.wait()
-        if self._async_outbox is not None:
-            self._async_outbox.close(linger=0)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._descriptor)
+        self._loop = None
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)

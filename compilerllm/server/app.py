@@ -30,6 +30,7 @@ from compilerllm.server.routes import (
     tokenize,
 )
 from compilerllm.server.service import Service
+from compilerllm.server.shortcut import Shortcut
 from compilerllm.server.stats_line import log_stats
 from compilerllm.server.tracing import Tracing, open_tracing
 from compilerllm.text.tokenizer import Tokenizer
@@ -87,6 +88,7 @@ def build_app(
         api.add_routes(app, service)
     document(app, guarded=len(keys) > 0)
     # The last one added is the outermost.
+    app.add_middleware(Shortcut, routes=app)
     app.add_middleware(Limits, gate=service.gate, config=config)
     app.add_middleware(RequireKey, keys=keys)
     if config.allowed_origins:

@@ -1,9 +1,14 @@
-"""One client's connection: cuts those that send no request, or do not read; refuses what is no HTTP in OpenAI's shape."""
+"""One client's connection: cuts those that send no request, or do not read; refuses what is no HTTP in OpenAI's shape.
+
+A streamed answer's pieces may go past ASGI and the HTTP parser's state machine (``SEND_PIECE``), which together would
+take most of a token's time.
+"""
 
 import asyncio
 import sys
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -12,6 +17,10 @@ from compilerllm.server.config import ServerConfig
 from compilerllm.server.errors import MalformedRequest, error_response
 
 _LINGER_SECONDS = 2.0
+# An extension of the ASGI scope, there where an answer without a length is sent in chunks: sends a piece of an answer
+# whose first piece has gone through ``send``, as the last one must. Returns what to wait for if the client is slow.
+SEND_PIECE = "compilerllm.send_piece"
+SendPiece = Callable[[bytes], Awaitable[None] | None]
 
 
 class Connection(H11Protocol):
@@ -39,6 +48,12 @@ class Connection(H11Protocol):
         elif self._header_clock is None:  # a further request on this connection has begun
             self._start_header_clock()
 
+    def handle_events(self) -> None:
+        before = self.scope
+        super().handle_events()
+        if self.scope is not before and self.scope["http_version"] == "1.1":  # the task has not begun yet
+            self.scope["extensions"] = {SEND_PIECE: cast("dict[object, object]", self._send_piece)}
+
     @property
     def _request_is_open(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -57,6 +72,12 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     # -- an answer goes -------------------------------------------------------------------------------------------
+
+    def _send_piece(self, piece: bytes) -> Awaitable[None] | None:
+        if self.cycle.disconnected:
+            return None
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return self.flow.drain() if self.flow.write_paused else None
 
     def pause_writing(self) -> None:
         """The client has not read what the kernel and we hold for it (64 KiB here)."""

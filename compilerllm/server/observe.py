@@ -8,6 +8,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compilerllm.server.auth import OPEN_PATHS
+from compilerllm.server.connection import SEND_PIECE
 from compilerllm.server.records import RequestRecord, begin_record, choose_request_id
 from compilerllm.server.request_log import Kept, RequestLog
 from compilerllm.server.tracing import Tracing
@@ -34,6 +35,8 @@ class Observe:
         entries = None if probe or self._request_log is None else self._request_log
         asked = entries.keep_request() if entries else None
         answered = entries.keep_response() if entries else None
+        if answered is not None:
+            scope.get("extensions", {}).pop(SEND_PIECE, None)  # all of the answer is to come by here
 
         async def receive_and_keep() -> Message:
             message = await receive()

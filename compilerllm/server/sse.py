@@ -9,6 +9,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from compilerllm.server.connection import SEND_PIECE, SendPiece
 from compilerllm.server.errors import error_body, error_response, log_unforeseen
 from compilerllm.server.generation import Generation
 from compilerllm.server.streams import watch_disconnect
@@ -59,8 +60,10 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                async for chunk in self._events:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                # A task of its own: a token wakes just it, not every middleware's coroutine around it.
+                await asyncio.create_task(
+                    self._send_events(send, scope.get("extensions", {}).get(SEND_PIECE))
+                )
             except Exception as error:  # noqa: BLE001 - told to the client, and logged if it is none of ours
                 log_unforeseen(error)
                 told = self._dialect.error_event(error)
@@ -69,3 +72,13 @@ class EventStream(Response):
         finally:
             watcher.cancel()
             self._generation.close()
+
+    async def _send_events(self, send: Send, send_piece: SendPiece | None) -> None:
+        begun = False
+        async for chunk in self._events:
+            if begun and send_piece is not None:
+                if (slow := send_piece(chunk)) is not None:
+                    await slow
+            else:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                begun = True
