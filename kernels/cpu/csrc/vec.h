@@ -179,9 +179,11 @@ struct mask16 {
 
 CLLM_INLINE f32x16 set1(float x) CLLM_MAP(f32x16, x - vf{})
 CLLM_INLINE f32x16 zero16() CLLM_MAP(f32x16, vf{})
+// Copied chunk by chunk: all at once goes through the stack in halves of a register, which the load from there must wait
+// for, some fifteen cycles each time.
 CLLM_INLINE f32x16 load(const float* p) {
   f32x16 r;
-  memcpy(&r, p, 64);
+  CLLM_EACH memcpy(&r.c[i_], p + i_ * kChunk, sizeof(vf));
   return r;
 }
 CLLM_INLINE f32x16 load(const float* p, int lanes) {
@@ -217,7 +219,7 @@ CLLM_INLINE f32x16 load_f16(const uint16_t* p) {
   }
   return r;
 }
-CLLM_INLINE void store(float* p, f32x16 a) { memcpy(p, &a, 64); }
+CLLM_INLINE void store(float* p, f32x16 a) { CLLM_EACH memcpy(p + i_ * kChunk, &a.c[i_], sizeof(vf)); }
 CLLM_INLINE void store(float* p, f32x16 a, int lanes) {
   float t[16];
   store(t, a);
@@ -308,10 +310,10 @@ CLLM_INLINE mask16 operator~(mask16 a) CLLM_MAP(mask16, ~a.c[i_])
 CLLM_INLINE i32x16 set1_i32(int x) CLLM_MAP(i32x16, x - vi{})
 CLLM_INLINE i32x16 load_i32(const void* p) {
   i32x16 r;
-  memcpy(&r, p, 64);
+  CLLM_EACH memcpy(&r.c[i_], (const char*)p + i_ * sizeof(vi), sizeof(vi));
   return r;
 }
-CLLM_INLINE void store_i32(void* p, i32x16 a) { memcpy(p, &a, 64); }
+CLLM_INLINE void store_i32(void* p, i32x16 a) { CLLM_EACH memcpy((char*)p + i_ * sizeof(vi), &a.c[i_], sizeof(vi)); }
 CLLM_INLINE i32x16 bits(f32x16 a) CLLM_MAP(i32x16, (vi)a.c[i_])
 CLLM_INLINE f32x16 from_bits(i32x16 a) CLLM_MAP(f32x16, (vf)a.c[i_])
 CLLM_INLINE i32x16 operator+(i32x16 a, i32x16 b) CLLM_MAP(i32x16, a.c[i_] + b.c[i_])
