@@ -33,7 +33,9 @@ def test_the_text_holds_what_the_instance_says() -> None:
     grouped = Instance("bf16", "bf16", (128, 128, 64), grouped=True)
     assert "KernelPtrArrayTmaWarpSpecializedCooperative" in grouped.source() and "$" not in grouped.source()
     gated = Instance("bf16", "bf16", (128, 224, 64), (2, 1), activation="silu", gated=True).source()
-    assert "rounded(Silu{}(rounded(gate)))" in gated and "Int<224 / (2 * kEach)>" in gated and "$" not in gated
+    assert (
+        "rounded(Silu{}(rounded(gate)))" in gated and "Int<224 / (2 * kEach)>" in gated and "$" not in gated
+    )
 
 
 def test_names_and_texts_differ_where_instances_do() -> None:
