@@ -5,7 +5,7 @@ come next. One that follows what has been sampled is told each accepted token; a
 sampled only when the host knows all of its tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
@@ -179,3 +179,16 @@ def mask_row(constraints: Tokens[Constraint], vocab_size: int) -> "Words":
     for constraint in constraints:
         constraint.clear(row)
     return row
+
+
+def mask_rows(limited: Mapping[int, Tokens[Constraint]], count: int, vocab_size: int) -> "Words | None":
+    """Rows [count, words] with what the constraints of each leave, all ones where a row has none; None if all have none."""
+    if not limited:
+        return None
+    rows = np.empty((count, words_of(vocab_size)), np.uint32)
+    rows[:] = full_row(vocab_size)
+    for index, constraints in limited.items():
+        row = rows[index]
+        for constraint in constraints:
+            constraint.clear(row)
+    return rows

@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival_time: float  # seconds, time.monotonic() of the sender's clock on this machine
-    eos_token_ids: tuple[int, ...] = ()  # from the tokenizer and generation config; unused with ignore_eos
+    eos_token_ids: tuple[int, ...] = ()  # of the tokenizer and generation config; ignore_eos: no ends
     cache_salt: str | None = None  # prefix blocks are shared only between equal salts
     adapter_id: int = 0  # slot of a low-rank adapter; 0 is the base model
     priority: int = 0  # lower ones run first, where the policy is "priority"

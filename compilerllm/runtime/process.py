@@ -101,6 +101,7 @@ def load(start: Start) -> InProcessEngine | PoolingEngine:
         max_model_len=config.model.max_model_len,
         facts=facts,
         grammars=make_grammars(facts, model.vocab_size, config.structured),
+        max_stream_rate=config.scheduler.max_stream_rate,
     )
 
 

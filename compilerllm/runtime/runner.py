@@ -5,7 +5,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,13 +17,10 @@ from compilerllm.ir.step import (
     StepInputs,
     is_asynchronous,
 )
-from compilerllm.runtime.constraints import full_row, mask_row
+from compilerllm.runtime.constraints import Constraint, mask_rows
 from compilerllm.runtime.messages import TokenLogprobs
 from compilerllm.runtime.sequence import Sequence
 from compilerllm.runtime.step import Chunk, Step
-
-if TYPE_CHECKING:
-    from compilerllm.runtime.constraints import Words
 
 
 @dataclass(eq=False)
@@ -231,7 +227,7 @@ class Runner:
         slots: list[int] = []
         start, tokens, values = [0], list[int](), list[float]()
         targets: list[int] = []
-        masks: dict[int, Words] = {}
+        limited: dict[int, list[Constraint]] = {}  # by row
         num_logprobs, penalties, random = 0, False, False
         for chunk in chunks:
             seq, params = chunk.seq, chunk.seq.params
@@ -244,8 +240,7 @@ class Runner:
             if not chunk.samples:
                 continue
             if seq.constraints and seq.finish_reason is None:
-                row = mask_row(seq.constraints, self._model.vocab_size)
-                masks |= {len(slots) + i: row for i in range(chunk.samples)}
+                limited |= {len(slots) + i: seq.constraints for i in range(chunk.samples)}
             for row_index in range(chunk.samples):
                 slots.append(seq.slot)
                 if seq.bias:
@@ -272,16 +267,9 @@ class Runner:
             num_logprobs=num_logprobs,
             penalties=penalties,
             random=random,
-            mask=self._mask(masks, len(slots)),
+            mask=mask_rows(limited, len(slots), self._model.vocab_size),
             target=np.array(targets, np.int32) if targets else None,
         )
-
-    def _mask(self, masks: "dict[int, Words]", count: int) -> "Words | None":
-        """Rows of masks [count, words], all ones where a row has none."""
-        if not masks:
-            return None
-        every = full_row(self._model.vocab_size)
-        return np.stack([masks.get(r, every) for r in range(count)])
 
     # -- during ---------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,8 @@ class Sequence:
 
         eos = () if params.ignore_eos else request.eos_token_ids
         self.stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
-        self.bans = sorted(self.stop_ids) if params.min_tokens else []  # banned until min_tokens are out
+        # Banned until min_tokens are out; also what would not end it itself, but may end a grammar.
+        self.bans = sorted(self.stop_ids | set(request.eos_token_ids)) if params.min_tokens else []
         self.bias = sorted(params.logit_bias.items())
         self.constraints = make_constraints(request, grammar)
         self.follows = any(c.follows for c in self.constraints)

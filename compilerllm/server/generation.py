@@ -164,7 +164,8 @@ class Generation:
 
     def _observe_token(self, sequence: _Sequence, delta: Delta, now: float) -> None:
         if sequence.first_time:
-            self._metrics.inter_token_latency.observe(now - sequence.last_time)
+            count = len(delta.token_ids)  # of which only the last one's time is known
+            self._metrics.inter_token_latency.observe((now - sequence.last_time) / count, count)
         else:
             sequence.first_time, sequence.prefill_seconds = now, delta.prefill_seconds
             self.cached_tokens += delta.num_cached_tokens

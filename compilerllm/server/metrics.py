@@ -163,9 +163,9 @@ class Histogram(Collector):
         self._sum = 0.0
         registry.register(self)
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
 
     def collect(self) -> Iterator[Metric]:
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]

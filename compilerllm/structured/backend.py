@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from compilerllm.errors import InvalidParameter
 from compilerllm.sampling_params import StructuredOutput
 
@@ -63,16 +65,17 @@ class Grammar:
         """``may_end``: the model has tokens that end a text, so that it says itself when it is done."""
         self._matcher, self._may_end = matcher, may_end
         self.broken = False  # a token came that may not: another constraint left nothing else
+        self.complete = self._is_complete()
 
     def clear(self, words: "Words") -> None:
-        row = words.copy()
+        row = np.empty_like(words)
         self._matcher.fill(row)
         words &= row
 
     def accept(self, token: int) -> None:
         if not self.complete:
             self.broken = not self._matcher.accept(token)
+            self.complete = self._is_complete()
 
-    @property
-    def complete(self) -> bool:
+    def _is_complete(self) -> bool:
         return self._matcher.ended or (not self._may_end and self._matcher.whole)

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import llguidance
+import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
 from compilerllm.sampling_params import StructuredOutput
@@ -29,7 +30,7 @@ class GuidanceMatcher:
         self.ended = False
 
     def fill(self, row: "Words") -> None:
-        fill_next_token_bitmask(self._matcher, row.view("int32").reshape(1, -1), 0)
+        fill_next_token_bitmask(self._matcher, row.view(np.int32)[None], 0)
         if self._matcher.is_error():
             row[:] = 0
 

@@ -6,6 +6,8 @@ import types
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from compilerllm.sampling_params import StructuredOutput
 from compilerllm.structured.backend import InvalidForm
 from compilerllm.structured.tags import read_tags
@@ -39,8 +41,7 @@ class XgrammarMatcher:
         self._matcher, self._eos = matcher, eos
 
     def fill(self, row: "Words") -> None:
-        row[:] = 0xFFFFFFFF
-        self._matcher.fill_next_token_bitmask(row.view("int32").reshape(1, -1))
+        self._matcher.fill_next_token_bitmask(row.view(np.int32)[None])
 
     def accept(self, token: int) -> bool:
         return bool(self._matcher.accept_token(token))

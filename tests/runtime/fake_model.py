@@ -139,7 +139,7 @@ def generate_alone(
         for token, bias in params.logit_bias.items():
             logits[token] += np.float32(bias)
         if len(output) < params.min_tokens:
-            logits[sorted(stops)] = -np.inf
+            logits[sorted(stops | set(eos))] = -np.inf
         if constraints:
             forbid(logits, mask_row(constraints, VOCAB))
         output.append(choose(logits, params.temperature, (params.seed or 0) & _MASK, len(output)))

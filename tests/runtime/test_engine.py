@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -57,6 +58,29 @@ def drain(engine: InProcessEngine) -> dict[str, list[Delta]]:
 
 def output(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_told_seldom_is_told_whole(overlap: bool) -> None:
+    """At a delta in 10,000 seconds only begins and ends are told, an end with all tokens in between."""
+    asked = [
+        request("a"),
+        request("b", [2, 7], SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)),
+    ]
+    every = engine_of(overlap=overlap)
+    seldom = InProcessEngine(
+        FakeModel(), SchedulerConfig(async_scheduling=overlap), CacheConfig(num_blocks=40), max_stream_rate=1
+    )
+    seldom._seconds_a_delta, seldom._told = 1e4, time.monotonic()
+    for one in asked:
+        every.submit(one)
+        seldom.submit(one)
+    whole, few = drain(every), drain(seldom)
+    assert {name: output(deltas) for name, deltas in few.items()} == {
+        name: output(deltas) for name, deltas in whole.items()
+    }
+    assert [len(d.token_ids) for d in few["a"]] == [1, 11] and [len(d.token_ids) for d in few["b"]] == [1, 4]
+    assert len(whole["a"]) == 12 and few["a"][-1].finish_reason == "length"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
