@@ -64,6 +64,28 @@ def streaming(live: Live, **body: object) -> Iterator[Iterator[str]]:
         yield lines
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_streamed_answer_is_framed_as_its_client_understands(live: Live, version: str) -> None:
+    """Chunks for HTTP/1.1, all the same whichever way they were sent; the bare events for HTTP/1.0."""
+    body = json.dumps({"prompt": "hello", "stream": True, "max_tokens": 5, "ignore_eos": True}).encode()
+    head = (
+        f"POST {TEXT} HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with connected(live, head.encode() + body) as client:
+        _, _, answer = read_all(client).partition(b"\r\n\r\n")
+    if version == "1.1":
+        chunks = answer
+        answer = b""
+        while chunks != b"0\r\n\r\n":
+            size, _, rest = chunks.partition(b"\r\n")
+            length = int(size, 16)
+            answer, chunks = answer + rest[:length], rest[length + 2 :]
+    *events, done, end = answer.split(b"\n\n")
+    assert done == b"data: [DONE]" and end == b"" and len(events) >= 2
+    parts = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    assert parts[-1]["choices"][0]["finish_reason"] == "length"
+
+
 def test_more_requests_at_once_than_allowed(start: Start) -> None:
     live = start({"max_concurrent_requests": 2}, step_seconds=0.02)
     with streaming(live, max_tokens=300), streaming(live, max_tokens=300):
