@@ -130,7 +130,7 @@ def test_experts() -> None:
     wide = oss.float()
     exact = wide(x.float(), ids, weights.float())
     f32 = model_ops.experts(x.float(), ids, weights.float(), *(t.float() for t in bf16), **attrs)
-    torch.testing.assert_close(f32, exact)
+    torch.testing.assert_close(f32, exact, rtol=1e-5, atol=5e-5)  # sums of another order
     # Eager rounds the product before it adds the bias; a linear with a bias rounds once, so it errs less.
     assert (got - exact).norm() <= (eager - exact).norm()
 
