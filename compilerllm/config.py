@@ -223,14 +223,16 @@ class SchedulerConfig:
         None,
         "Schedule the next step while the present one runs; by default where a step leaves the host a core of its own.",
     )
-    max_stream_rate: int = _option(
-        10_000,
+    max_stream_rate: int | None = _option(
+        None,
         "Most pieces of output a second that a server's engine tells, of all requests together; where steps are faster, a "
-        "piece has several tokens. First and last tokens never wait. 0: no limit.",
+        "piece has several tokens. First and last tokens never wait. By default 2000 where a step takes every core, else "
+        "10000; 0: no limit.",
     )
 
     def __post_init__(self) -> None:
-        _whole("max_stream_rate", self.max_stream_rate, 0)
+        if self.max_stream_rate is not None:
+            _whole("max_stream_rate", self.max_stream_rate, 0)
         _whole("max_num_seqs", self.max_num_seqs, 1)
         _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.max_prefill_chunk is not None:

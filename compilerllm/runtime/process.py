@@ -101,8 +101,14 @@ def load(start: Start) -> InProcessEngine | PoolingEngine:
         max_model_len=config.model.max_model_len,
         facts=facts,
         grammars=make_grammars(facts, model.vocab_size, config.structured),
-        max_stream_rate=config.scheduler.max_stream_rate,
+        max_stream_rate=_stream_rate(config.scheduler.max_stream_rate, model),
     )
+
+
+def _stream_rate(wanted: int | None, model: Executable) -> int:
+    """Deltas a second. A face and a client spend some 50 to 100 us on one: of a core that the model wants too, no more
+    than a tenth or two is taken from it; a core of its own is not to be overrun."""
+    return wanted if wanted is not None else 10_000 if model.leaves_host_free else 2_000
 
 
 def serve(

@@ -240,7 +240,8 @@ class Runner:
             if not chunk.samples:
                 continue
             if seq.constraints and seq.finish_reason is None:
-                limited |= {len(slots) + i: seq.constraints for i in range(chunk.samples)}
+                for row in range(len(slots), len(slots) + chunk.samples):
+                    limited[row] = seq.constraints
             for row_index in range(chunk.samples):
                 slots.append(seq.slot)
                 if seq.bias:

@@ -136,6 +136,21 @@ inline float nucleus(const float* z, int V, float top, float low, float top_p, f
   }
 }
 
+// x = -inf wherever the mask's bit is not set. Grammars allow nearly everything or nearly nothing: whole words are the
+// rule, and single bits are met only where they are clear.
+inline void forbid(float* x, int V, const uint32_t* mask) {
+  for (int i = 0; i < V; i += 32) {
+    const int count = min_int(32, V - i);
+    uint32_t off = ~mask[i / 32];
+    if (off == ~0u) {
+      std::fill_n(x + i, count, -__builtin_inff());
+      continue;
+    }
+    if (count < 32) off &= (1u << count) - 1;
+    for (; off; off &= off - 1) x[i + __builtin_ctz(off)] = -__builtin_inff();
+  }
+}
+
 inline void apply_penalties(float* x, int V, const SampleRow& row) {
   const bool penal = row.repetition != 1 || row.presence != 0 || row.frequency != 0;
   if (penal && (row.output_counts || row.prompt_tokens))
@@ -150,9 +165,7 @@ inline void apply_penalties(float* x, int V, const SampleRow& row) {
     if (unsigned(row.bias_ids[i]) < unsigned(V)) x[row.bias_ids[i]] += row.biases[i];
   for (int i = 0; i < row.banned_count; i++)
     if (unsigned(row.banned[i]) < unsigned(V)) x[row.banned[i]] = -__builtin_inff();
-  if (row.mask)
-    for (int i = 0; i < V; i++)
-      if (!(row.mask[i / 32] >> (i % 32) & 1)) x[i] = -__builtin_inff();
+  if (row.mask) forbid(x, V, row.mask);
 }
 
 // Step 4: the id in proportion to exp(z - top) among z >= low. sums holds ceil(V/16) doubles.
