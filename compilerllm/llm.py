@@ -224,14 +224,7 @@ class LLM:
         self._count += 1
         found = RequestOutput(str(self._count), prompt.text, prompt.token_ids, [], finished=True)
         eos = self.tokenizer.eos_token_ids
-        asked = Request(
-            request_id=found.request_id,
-            prompt_token_ids=prompt.token_ids,
-            params=params,
-            arrival_time=time.monotonic(),
-            eos_token_ids=eos,
-        )
-        search = BeamSearch(asked, options)
+        search = BeamSearch(self._request(found.request_id, prompt, params), options)
         while not search.done:
             search.advance(self._answers(search.requests()))
         for i, (beam, delta) in enumerate(search.results()):
@@ -341,19 +334,21 @@ class LLM:
             if params.logprobs is not None:
                 output.logprobs, output.cumulative_logprob = [], 0.0
             request.outputs.append(output)
-            self._engine.submit(
-                Request(
-                    request_id=request_id,
-                    prompt_token_ids=prompt.token_ids,
-                    params=one,
-                    arrival_time=time.monotonic(),
-                    eos_token_ids=eos,
-                )
-            )
+            self._engine.submit(self._request(request_id, prompt, one))
             running[request_id] = _Running(
                 request, output, SequenceText(self.tokenizer, one, prompt.token_ids, eos, stops)
             )
         return request
+
+    def _request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+        """What the engine is asked, now."""
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            arrival_time=time.monotonic(),
+            eos_token_ids=self.tokenizer.eos_token_ids,
+        )
 
     def _extend(self, output: CompletionOutput, new: TextDelta) -> None:
         output.text += new.text

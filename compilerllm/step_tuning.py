@@ -11,10 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from compilerllm.checkpoint import locate
 from compilerllm.compiler import CompileRequest, ensure_artifact
+from compilerllm.cuda_artifact import FEW_ROWS
+from compilerllm.cuda_program import DEFAULT_OPTIONS
 from compilerllm.environment import cache_dir
 from compilerllm.errors import CompilerLLMError
 from compilerllm.explain.steps import bucket_names
 from compilerllm.ir.step import Bucket
+from compilerllm.kernels.launch.gpu.graphs import captured_buckets
 from compilerllm.kernels.launch.gpu.memory import BLOCK_SIZE
 from compilerllm.kernels.launch.gpu.program import Launch, Program
 from compilerllm.kernels.launch.weights import SourceSpec
@@ -23,7 +26,6 @@ from compilerllm.kernels.tuning import TunedChooser, TuningData
 from compilerllm.picks import CONTEXT, HOST_SECONDS, Bench
 from compilerllm.serving_artifact import manifest_of
 
-GRAPH_TOKENS = 512  # of a step with prompts: larger ones are run launch by launch, as served
 SWEEPS = 2  # over all choices: one may gain only once another has changed
 WORTH_AGAIN = 1.01  # of the best step's time: a candidate slower than that is not tried in a later sweep
 GAIN = 0.998  # of the best step's time, at most: less is no more than chance
@@ -31,7 +33,6 @@ ROUNDS = 4  # in which the two steps take turns
 SECONDS = 0.03  # of device time, about, that a step is repeated in one round
 MOST_REPEATS = 200
 LEAST_TOKENS = 512  # of the largest step with prompts that an artifact is built for, wanted or not
-FEW_ROWS = 16  # to sample, of a step with prompts
 Chosen = dict[int, int]  # candidates by choice
 OnTry = Callable[[int, int, str], None]  # tried, in all, what
 
@@ -65,38 +66,42 @@ class StepTuner:
         """``index``: of the plan in the bench's program. Its choices are ones that no earlier plan has settled."""
         self._bench, self._index, self._on_try = bench, index, on_try
         self._plan = bench.program.plans[index]
-        b = self._plan.bucket
         self._name = bucket_names([p.bucket for p in bench.program.plans])[index]
-        self._graphed = b.max_query == 1 or b.tokens <= GRAPH_TOKENS
+        self._graphed = bool(captured_buckets([self._plan.bucket], DEFAULT_OPTIONS.max_graph_tokens))
+        self._tries = self._most = 0  # steps timed, and about how many there will be
 
     def tune(self, settled: Chosen) -> StepResult:
         """The best candidates of the choices that are not in ``settled``. Raises what a launch raises."""
         chosen = {x.pick[0]: settled.get(x.pick[0], 0) for x in self._plan.launches if x.pick}
         order = self._by_weight(set(chosen) - settled.keys())
+        self._most = SWEEPS * sum(len(self._bench.program.choices[c].configs) - 1 for c in order)
         self._bench.send(self._index)
         best = self._ready(chosen)
         now = self._seconds(best, self._repeats(best))
         result = StepResult(now, now, dict(chosen), {c: {chosen[c]: now} for c in order})
-        counts = {c: len(self._bench.program.choices[c].configs) for c in order}
-        done = 0
-        for sweep in range(SWEEPS):
+        for _ in range(SWEEPS):
+            before = dict(result.chosen)
             for choice in order:
-                family = self._bench.program.choices[choice].family
-                for candidate in range(counts[choice]):
-                    tried = result.seconds[choice].get(candidate)
-                    if candidate == result.chosen[choice] or (tried and tried > WORTH_AGAIN * result.after):
-                        continue
-                    done += 1
-                    self._on_try(done, sum(counts.values()) - len(counts), f"{self._name} {family}")
-                    run = self._ready(result.chosen | {choice: candidate})
-                    ratio = self._ratio(run, best)
-                    result.seconds[choice][candidate] = ratio * result.after
-                    if ratio <= GAIN:
-                        result.after *= ratio
-                        result.chosen[choice], best = candidate, run
-            if sweep == 0 and result.chosen == chosen:
+                best = self._try(choice, result, best)
+            if result.chosen == before:
                 break
         return result
+
+    def _try(self, choice: int, result: StepResult, best: Callable[[], None]) -> Callable[[], None]:
+        """Time the step with each other candidate of a choice that may gain; gives the best step there is then."""
+        about, times = self._bench.program.choices[choice], result.seconds[choice]
+        for candidate in range(len(about.configs)):
+            slow = times.get(candidate, 0.0) > WORTH_AGAIN * result.after
+            if slow or candidate == result.chosen[choice]:
+                continue
+            self._tries += 1
+            self._on_try(self._tries, self._most, f"{self._name} {about.family}")
+            run = self._ready(result.chosen | {choice: candidate})
+            ratio = self._ratio(run, best)
+            times[candidate] = ratio * result.after
+            if ratio <= GAIN:
+                result.after, result.chosen[choice], best = ratio * result.after, candidate, run
+        return best
 
     def _by_weight(self, choices: set[int]) -> list[int]:
         """Choices whose launches take longest first."""
@@ -186,8 +191,8 @@ class Wanted:
     def request(self, target: CudaTarget) -> CompileRequest:
         """The artifact that has the candidates."""
         return CompileRequest(
-            self.model, self.dtype, level=3, target=target.name, max_num_seqs=max(1, *self.sequences, 0),
-            max_num_batched_tokens=max(LEAST_TOKENS, *self.tokens, 0), load_format="dummy", rivals=self.rivals,
+            self.model, self.dtype, level=3, target=target.name, max_num_seqs=max([1, *self.sequences]),
+            max_num_batched_tokens=max([LEAST_TOKENS, *self.tokens]), load_format="dummy", rivals=self.rivals,
         )  # fmt: skip
 
     def buckets(self, every: Sequence[Bucket]) -> tuple[Bucket, ...]:
@@ -212,13 +217,14 @@ def time_steps(wanted: Wanted, target: CudaTarget, on_try: OnTry) -> tuple[Tunin
     """
     from compilerllm.compiled_cuda import CudaModel, CudaOptions
 
-    found = ensure_artifact(wanted.request(target), locate(wanted.model), lambda stage: on_try(0, 1, stage))
+    request = wanted.request(target)
+    found = ensure_artifact(request, locate(wanted.model), lambda stage: on_try(0, 1, stage))
     manifest = manifest_of(found.path)
     buckets = wanted.buckets([Bucket(**b) for b in manifest["buckets"]])
     source = SourceSpec.from_json(manifest["source"] | {"path": ""}).open()
     model = CudaModel.load(found.path, source, options=CudaOptions(graphs=False, buckets=buckets))
     blocks = max(b.sequences * CONTEXT if b.max_query == 1 else b.tokens for b in buckets) // BLOCK_SIZE
-    model.allocate(blocks + 1, max(1, *wanted.sequences, 0))
+    model.allocate(blocks + 1, request.max_num_seqs)
     bench = model.bench()
     if not bench.program.choices:
         raise NothingToTime(

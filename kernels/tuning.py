@@ -22,12 +22,8 @@ FOLDER = Path(__file__).parent / "tuning_data"
 CONTEXT = 256  # tokens of context of each sequence, in attention's problems with one query each
 CHOICE_LEVEL = 2  # from here on what no figure decides is left to the machine that serves
 SIZE_FIELD = "M"  # the field of a problem that buckets vary
-KIND_FIELDS = (
-    "path",
-    "norm",
-    "fused",
-    "bm",
-)  # of a config: what tells ways apart, beside sizes that tune them
+# Of a config: what tells ways apart, beside sizes that tune them.
+KIND_FIELDS = ("path", "norm", "fused", "bm")
 CLOSE = 1.3  # times the fastest: what a candidate may take by itself and still do better than it in a step
 Problem = Mapping[str, int | str]
 

@@ -200,7 +200,8 @@ class CudaBuckets:
     def _describe_pick(self, asked: Asked, problem: str) -> Pick:
         timed, where = self._timed(asked)
         us = next((float(t["us"]) for t in timed if t["config"] == asked.config), None)
-        others = [Candidate(t["config"], float(t["us"])) for t in timed if t["config"] != asked.config]
+        behind = sorted((t for t in timed if t["config"] != asked.config), key=lambda t: float(t["us"]))
+        others = [Candidate(t["config"], float(t["us"])) for t in behind]
         known = [asked.config, *(t["config"] for t in timed)]
         untimed = [Candidate(c) for c in asked.candidates if c not in known][:SHOWN]
         why = "left open" if (asked.family, problem) in self.open else asked.why

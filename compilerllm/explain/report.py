@@ -122,8 +122,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Pick:
-    """Why this kernel and no other. why: "timed", "timed at another size", "cost model", "only candidate",
-    or "left open": the program has several, and the machine that serves picks.
+    """Why this kernel and no other. why: "timed" (by itself), "timed in a step" (whole steps with it were the shortest),
+    "timed at another size", "cost model", "only candidate", or "left open": the program has several, and the machine that
+    serves picks.
 
     us: the choice's own time in the tuning data. alternatives: the others, fastest first, then those never timed in the
     cost model's order. timed_at: the problem that was timed, where it is another one.

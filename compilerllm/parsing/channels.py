@@ -43,11 +43,7 @@ class ChannelParser:
     def _run(self, final: bool) -> list[Part]:
         parts: list[Part] = []
         while True:
-            markers = self._bounds[self._place]
-            at, marker = markers.find(self._text)
-            coming = 0 if final or marker else markers.coming(self._text)
-            end = at if marker else len(self._text) - coming
-            text, self._text = self._text[:end], self._text[end + len(marker) :]
+            text, marker, self._text = self._bounds[self._place].split(self._text, final)
             parts += self._take(text)
             if not marker:
                 return parts

@@ -95,7 +95,7 @@ def _choose(
     if asked == NONE:
         return "", None
     if asked == AUTO:
-        told = (n for n, f in own.items() if (signs := _signs(f)) and all(s in template for s in signs))
+        told = (n for n, f in own.items() if f.signs and all(s in template for s in f.signs))
         name = next(told, "")
         return name, own.get(name)
     if asked in own:
@@ -113,7 +113,3 @@ def _choose(
         f"{FLAGS[kind]}: there is no parser {asked!r}{f'; did you mean {near[0]}?' if near else '.'} "
         f"There are {', '.join(names_of(kind))}."
     )
-
-
-def _signs(format_: ReasoningFormat | ToolFormat) -> tuple[str, ...]:
-    return format_.signs

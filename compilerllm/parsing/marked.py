@@ -23,12 +23,27 @@ class Markers:
         self._beginnings = {t[:n] for t in self.texts for n in range(1, len(t))}
         self._longest = max(map(len, self.texts), default=1) - 1
 
-    def find(self, text: str) -> tuple[int, str]:
+    def _find(self, text: str) -> tuple[int, str]:
         """The first of them and its place; of several there the longest. (-1, "") where there is none."""
         found = [(at, -len(t), t) for t in self.texts if (at := text.find(t)) >= 0]
         return (min(found)[0], min(found)[2]) if found else (-1, "")
 
-    def coming(self, text: str) -> int:
+    def split(self, text: str, final: bool) -> tuple[str, str, str]:
+        """What is before the first marker, the marker, and the rest; without one "", and what may be the beginning of one.
+
+        A marker that a longer one begins with is none until it is decided. ``final``: nothing more comes.
+        """
+        at, marker = self._find(text)
+        if marker and (final or not self._grows(text[at:])):
+            return text[:at], marker, text[at + len(marker) :]
+        cut = at if marker else len(text) - (0 if final else self._coming(text))
+        return text[:cut], "", text[cut:]
+
+    def _grows(self, text: str) -> bool:
+        """Whether all of the text may become a longer marker."""
+        return text in self._beginnings
+
+    def _coming(self, text: str) -> int:
         """Characters at the text's end that may be the beginning of one."""
         sizes = range(min(self._longest, len(text)), 0, -1)
         return next((n for n in sizes if text[-n:] in self._beginnings), 0)
@@ -118,7 +133,7 @@ class MarkedParser:
                 return parts
 
     def _in_thought(self, final: bool) -> list[Part]:
-        text, marker = self._until(self._thought_markers, final)
+        text, marker, self._text = self._thought_markers.split(self._text, final)
         parts = self._thought.add(text)
         if marker:
             assert self._reasoning is not None
@@ -133,7 +148,7 @@ class MarkedParser:
     def _in_answer(self, final: bool) -> list[Part]:
         if self._is_bare(final):
             return []
-        text, marker = self._until(self._answer_markers, final)
+        text, marker, self._text = self._answer_markers.split(self._text, final)
         parts = self._answer.add(text)
         if not marker or marker in self._hidden:
             return parts
@@ -161,23 +176,6 @@ class MarkedParser:
 
     def _begin(self, marker: str) -> None:
         self._place, self._start, self._ends, self._tried = "block", marker, 0, 0
-
-    def _until(self, markers: Markers, final: bool) -> tuple[str, str]:
-        """Take the text up to the first marker with it, or as far as none can be coming."""
-        at, marker = markers.find(self._text)
-        if marker and not final and self._longer(markers, at, marker):
-            marker, end = "", at
-        elif marker:
-            end = at
-        else:
-            end = len(self._text) - (0 if final else markers.coming(self._text))
-        text, self._text = self._text[:end], self._text[end + len(marker) :]
-        return text, marker
-
-    def _longer(self, markers: Markers, at: int, marker: str) -> bool:
-        """Whether the marker may become a longer one that begins like it."""
-        rest = self._text[at:]
-        return any(len(t) > len(rest) and t.startswith(rest) for t in markers.texts if t != marker)
 
     def _in_block(self, final: bool) -> list[Part]:
         assert self._tools is not None

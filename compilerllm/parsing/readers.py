@@ -38,8 +38,9 @@ _decoder = json.JSONDecoder(parse_constant=_refuse)
 
 def _load(text: str) -> Any:
     """A JSON value and nothing behind it. Raises ``ValueError``."""
-    value, end = _decoder.raw_decode(text.strip())
-    if text.strip()[end:].strip():
+    text = text.strip()
+    value, end = _decoder.raw_decode(text)
+    if end < len(text):
         raise ValueError("more than one value")
     return value
 
@@ -53,7 +54,8 @@ def _call(value: Any) -> Call | None:
     """A call of {"name", "arguments" or "parameters"}; arguments may be the text of an object."""
     if not isinstance(value, dict):
         return None
-    value = value.get("function", value) if isinstance(value.get("function"), dict) else value
+    function = value.get("function")
+    value = function if isinstance(function, dict) else value
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:

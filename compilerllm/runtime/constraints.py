@@ -173,14 +173,6 @@ class ThinkingBudget:
             self._thinking, self._spent, self._tail = True, 0, []
 
 
-def mask_row(constraints: Tokens[Constraint], vocab_size: int) -> "Words":
-    """The row that all constraints leave."""
-    row = full_row(vocab_size)
-    for constraint in constraints:
-        constraint.clear(row)
-    return row
-
-
 def mask_rows(limited: Mapping[int, Tokens[Constraint]], count: int, vocab_size: int) -> "Words | None":
     """Rows [count, words] with what the constraints of each leave, all ones where a row has none; None if all have none."""
     if not limited:

@@ -16,9 +16,7 @@ from compilerllm.server.tools import ToolUse
 from compilerllm.text.chat import render_chat
 from compilerllm.text.output import TextDelta
 
-MakeParser = Callable[
-    [str], OutputParser
-]  # a new one for each sequence, which continues a prompt that ends so
+MakeParser = Callable[[str], OutputParser]  # a new one for each sequence; the prompt that it continues
 
 
 @dataclass(frozen=True)
@@ -64,17 +62,21 @@ def told_apart(
 def plan_chat(service: Service, ask: ChatAsk) -> Plan:
     """Render and encode the messages. In a thread. Raises ``InvalidParameter`` naming the message."""
     text = render_chat(service.tokenizer, service.model, ask.messages, ask.source, **ask.template)
-    options, thoughts = ask.options, service.output_format.reasoning
-    if ask.params.thinking_token_budget is not None and thoughts is not None and not thoughts.channels:
+    return plan_texts(service, ask, [text])
+
+
+def plan_texts(service: Service, ask: ChatAsk, texts: list[str]) -> Plan:
+    """Encode what messages were rendered to; all of one template, so that all end within a thought or none does."""
+    options, chosen = ask.options, service.output_format
+    thoughts = None if chosen.channels else chosen.reasoning
+    if ask.params.thinking_token_budget is not None and thoughts is not None:
         start, end = (
             tuple(service.tokenizer.encode(m, add_special_tokens=False))
             for m in (thoughts.start, thoughts.end)
         )
-        options = replace(
-            options, thinking=ThinkingMarks(start, end, service.output_format.begins_inside(text))
-        )
+        options = replace(options, thinking=ThinkingMarks(start, end, chosen.begins_inside(texts[0])))
     return service.plan(
-        [text], ask.params, options, add_special_tokens=ask.add_special_tokens, param=ask.param
+        texts, ask.params, options, add_special_tokens=ask.add_special_tokens, param=ask.param
     )
 
 

@@ -142,11 +142,7 @@ def add_pooled(
     def read(body: bytes) -> tuple[Asked, Work]:
         asked = read_request(body, kind, _HARMLESS, _NOT_YET)
         service.check_model(asked.model)
-        if asked.priority and service.client.ready.policy != "priority":
-            raise InvalidParameter(
-                "priority needs a server with --policy priority; this one takes requests as they come",
-                "priority",
-            )
+        service.check_priority(asked.priority)
         return asked, plan(service, asked)
 
     async def pool(request: Request) -> Response:

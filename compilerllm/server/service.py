@@ -148,11 +148,7 @@ class Service:
                 "thinking_token_budget needs a model whose thoughts are told apart between two marks (--reasoning-parser)",
                 "thinking_token_budget",
             )
-        if options.priority and self.client.ready.policy != "priority":
-            raise InvalidParameter(
-                "priority needs a server with --policy priority; this one takes requests as they come",
-                "priority",
-            )
+        self.check_priority(options.priority)
         if options.beams is not None and params.structured is not None:
             raise UnknownField(
                 "use_beam_search cannot hold outputs to a form (a response format, or a call that is demanded)",
@@ -179,6 +175,14 @@ class Service:
         fitted = [fit_params(params, len(p.token_ids), limit, param) for p in encoded]
         bad_words = encode_bad_words(self.tokenizer, params.bad_words) if params.bad_words else []
         return Plan(encoded, fitted, options, bad_words)
+
+    def check_priority(self, priority: int) -> None:
+        """Raises ``InvalidParameter`` for one that this server does not heed."""
+        if priority and self.client.ready.policy != "priority":
+            raise InvalidParameter(
+                "priority needs a server with --policy priority; this one takes requests as they come",
+                "priority",
+            )
 
     def check_model(self, asked: str | None) -> None:
         """Raises ``ModelNotFound`` for another model's name."""

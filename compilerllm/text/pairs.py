@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from compilerllm.errors import ContextLengthExceeded, InvalidParameter
+from compilerllm.errors import InvalidParameter
+from compilerllm.text.prompts import check_unicode, too_long
 from compilerllm.text.tokenizer import Tokenizer
 
 
@@ -29,9 +30,7 @@ class Tokens:
     def checked(self, limit: int, param: str) -> "Tokens":
         """Itself. Raises ``ContextLengthExceeded`` with ``param`` where it is longer than ``limit``."""
         if len(self.ids) > limit:
-            error = ContextLengthExceeded(len(self.ids), 0, limit)
-            error.param = param
-            raise error
+            raise too_long(len(self.ids), 0, limit, param)
         return self
 
 
@@ -72,16 +71,10 @@ def encode_texts(
 
 
 def _check(tokenizer: Tokenizer, text: str, param: str, limit: int | None) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        message = f"{param} is not valid Unicode: lone surrogate at character {error.start}"
-        raise InvalidParameter(message, param) from error
+    check_unicode(text, param)
     least = tokenizer.fewest_tokens(text)
     if limit is not None and least > limit:
-        error_ = ContextLengthExceeded(least, 0, limit, at_least=True)
-        error_.param = param
-        raise error_
+        raise too_long(least, 0, limit, param, at_least=True)
 
 
 def _shares(lengths: list[int], room: int) -> list[int]:

@@ -37,7 +37,7 @@ def encode_prompt(
     if isinstance(prompt, str):
         least = tokenizer.fewest_tokens(prompt)
         if max_model_len is not None and least >= max_model_len:
-            raise _too_long(least, 1, max_model_len, param, at_least=True)
+            raise too_long(least, 1, max_model_len, param, at_least=True)
         encoded = Prompt(prompt, _encode_text(tokenizer, prompt, add_special_tokens, param))
     elif isinstance(prompt, list | tuple):
         encoded = Prompt(None, _check_ids(list(prompt), param))
@@ -49,12 +49,17 @@ def encode_prompt(
 
 
 def _encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    check_unicode(text, param)
+    return tokenizer.encode(text, add_special_tokens)
+
+
+def check_unicode(text: str, param: str) -> None:
+    """Raises ``InvalidParameter`` for a text that no bytes are of."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         message = f"{param} is not valid Unicode: lone surrogate at character {error.start}"
         raise InvalidParameter(message, param) from error
-    return tokenizer.encode(text, add_special_tokens)
 
 
 def _unwrap(prompt: dict[str, Any], param: str) -> object:
@@ -111,11 +116,11 @@ def fit_params(params: SamplingParams, prompt_tokens: int, max_model_len: int, p
     """
     wanted = params.max_tokens if params.max_tokens is not None else max(max_model_len - prompt_tokens, 1)
     if prompt_tokens + wanted > max_model_len:
-        raise _too_long(prompt_tokens, wanted, max_model_len, param)
+        raise too_long(prompt_tokens, wanted, max_model_len, param)
     return params if params.max_tokens == wanted else msgspec.structs.replace(params, max_tokens=wanted)
 
 
-def _too_long(
+def too_long(
     prompt_tokens: int, wanted: int, limit: int, param: str, *, at_least: bool = False
 ) -> ContextLengthExceeded:
     error = ContextLengthExceeded(prompt_tokens, wanted, limit, at_least=at_least)

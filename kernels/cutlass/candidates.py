@@ -5,7 +5,8 @@ from compilerllm.kernels.errors import UnsupportedByTarget
 
 LEAST_ROWS = 64  # of a tile; with fewer, most of each is padding
 _K_BYTES = 128  # of a tile along K: one swizzled row of shared memory
-# Tiles of M and N; ones of 160 and 224 columns took a third longer than these where they were timed. None of their instances wants a workspace: stream-K does, as much as only the device can say.
+# Tiles of M and N; ones of 160 and 224 columns took a third longer than these where they were timed. None of their
+# instances wants a workspace: stream-K does, as much as only the device can say.
 _TILES = (
     (128, 256), (128, 192), (128, 128), (128, 96), (64, 256), (64, 192), (64, 128), (64, 96),
 )  # fmt: skip

@@ -79,6 +79,10 @@ class Instance:
                 )
 
     @property
+    def _family(self) -> str:
+        return "grouped" if self.grouped else "gated" if self.gated else "gemm"
+
+    @property
     def name(self) -> str:
         """A C identifier, equal exactly where instances are."""
         tile, cluster = "x".join(map(str, self.tile)), "x".join(map(str, self.cluster))
@@ -87,8 +91,9 @@ class Instance:
             + ["bias"] * self.bias
             + ["residual"] * self.residual
         )
-        family = "grouped" if self.grouped else "gated" if self.gated else "gemm"
-        return "_".join([family, self.operand, self.output, tile, f"c{cluster}", self.schedule, *extras])
+        return "_".join(
+            [self._family, self.operand, self.output, tile, f"c{cluster}", self.schedule, *extras]
+        )
 
     def source(self) -> str:
         """The instance as a CUDA C++ translation unit."""
@@ -98,14 +103,14 @@ class Instance:
         output = OUTPUTS[self.output]
         # A plain epilogue has no name of its own for pingpong: each of the two groups runs the simple one.
         epilogue = "TmaWarpSpecialized" if self.schedule == "pingpong" and not array else array + mainloop
-        name = "grouped" if self.grouped else "gated" if self.gated else "gemm"
-        return _template(f"{name}.cu.in").substitute(
+        return _template(f"{self._family}.cu.in").substitute(
             name=self.name,
             operand=OPERANDS[self.operand], output=output, source=output if self.residual else "void",
             tile_m=self.tile[0], tile_n=self.tile[1], tile_k=self.tile[2],
             cluster_m=self.cluster[0], cluster_n=self.cluster[1],
             mainloop_schedule=f"Kernel{array}{mainloop}{fast}", epilogue_schedule=epilogue,
-            scheduler=scheduler, fusion=self._fusion(output), activation=GATES.get(self.activation, ""), beta="1.0f" if self.residual else "0.0f",
+            scheduler=scheduler, fusion=self._fusion(output), activation=GATES.get(self.activation, ""),
+            beta="1.0f" if self.residual else "0.0f",
             bias_argument="args.epilogue.thread.bias_ptr = static_cast<const Output*>(call.bias);" if self.bias else "",
             needs_c=str(self.residual).lower(), needs_bias=str(self.bias).lower(),
         )  # fmt: skip

@@ -154,6 +154,9 @@ def _compile_in_processes(
             return
         except BrokenProcessPool as error:
             rest = [o for o in orders if is_missing(o[1])]
+            if not rest:  # it died behind its last one
+                on_left(0)
+                return
             source, _, capability = rest[0][:3]
             if workers == 1:
                 raise KernelBuildError(

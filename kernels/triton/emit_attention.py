@@ -113,7 +113,7 @@ def row_candidates(tokens: int, heads: int) -> list[dict[str, Any]]:
     )
     if tokens >= MANY_TOKENS:
         shapes = ((8, 8, 4), (8, 4, 4), (4, 4, 2), (16, 4, 8), (2, 8, 2))
-        order += [{"BT": tokens_, "BH": heads_, "warps": warps} for tokens_, heads_, warps in shapes]
+        order += [{"BT": bt, "BH": bh, "warps": warps} for bt, bh, warps in shapes]
     limit = pow2(heads)
     fitting = [c | {"BH": min(c["BH"], limit)} for c in order]
     return [c for i, c in enumerate(fitting) if c not in fitting[:i]]

@@ -44,8 +44,8 @@ WIDE_TILES = ((16, 32, 32, 4), (32, 32, 32, 4), (64, 32, 32, 4), (64, 64, 32, 8)
 def candidates(
     s: Shape, target: CudaTarget, tensor_cores: bool, cutlass: tuple[str, ...] = ()
 ) -> list[Candidate]:
-    """A few of each path, the cost model's order; to be left as it is. tensor_cores: whether they multiply the dtype exactly; cutlass: names of
-    instances, which follow cuBLAS: nothing but a measurement puts one first."""
+    """A few of each path, the cost model's order; callers leave the list as it is. tensor_cores: whether they multiply the
+    dtype exactly; cutlass: names of instances, which follow cuBLAS: nothing but a measurement puts one first."""
     kinds: list[list[Timed]] = []  # each the best of its kind, best first
     plain = replace(s, norm=False)
     few, one = s.m <= GEMV_ROWS, s.m == 1

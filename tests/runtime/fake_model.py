@@ -27,11 +27,20 @@ from compilerllm.ir.step import (
     StateGroup,
     StepInputs,
 )
-from compilerllm.runtime.constraints import Constraint, mask_row
+from compilerllm.runtime.constraints import Constraint, mask_rows
 from compilerllm.runtime.messages import ModelFacts
 from compilerllm.sampling_params import SamplingParams
 
 VOCAB = 24
+
+
+def mask_row(constraints: Sequence[Constraint], vocab_size: int) -> Any:
+    """The row that all constraints leave."""
+    rows = mask_rows({0: constraints}, 1, vocab_size)
+    assert rows is not None
+    return rows[0]
+
+
 EOS = 0
 POISON = VOCAB - 1  # never sampled; a step with this token in it raises
 PAGED = (StateGroup("kv", "paged", 4, 64),)

@@ -17,7 +17,6 @@ from compilerllm.runtime.constraints import (
     ThinkingBudget,
     full_row,
     make_constraints,
-    mask_row,
     row_of,
 )
 from compilerllm.runtime.engine import InProcessEngine
@@ -25,7 +24,7 @@ from compilerllm.runtime.messages import Delta, Request, ThinkingMarks
 from compilerllm.runtime.repetition import repeats
 from compilerllm.sampling_params import RepetitionDetection, SamplingParams, StructuredOutput
 from tests.runtime.fake_device import FakeDevice
-from tests.runtime.fake_model import PAGED, Alone, FakeModel, generate_alone
+from tests.runtime.fake_model import PAGED, Alone, FakeModel, generate_alone, mask_row
 
 
 def allowed(row: Any) -> set[int]:

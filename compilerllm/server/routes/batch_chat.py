@@ -6,7 +6,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from compilerllm.errors import InvalidParameter
-from compilerllm.server.chat import ChatAsk, ChatReader, Message
+from compilerllm.server.chat import ChatAsk, ChatReader, Message, plan_texts
 from compilerllm.server.generation import Generation, Plan
 from compilerllm.server.protocol import read_request
 from compilerllm.server.routes.chat import ChatRequest, ChatShape, ask_chat
@@ -44,9 +44,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         request.check()
         ask = ask_chat(service, request)
         texts = [_render(service, ask, messages, i) for i, messages in enumerate(request.messages)]
-        special = ask.add_special_tokens
-        plan = service.plan(texts, ask.params, ask.options, add_special_tokens=special, param="messages")
-        return (request, ask), plan
+        return (request, ask), plan_texts(service, ask, texts)
 
     def shape(asked: tuple[BatchChatRequest, ChatAsk], generation: Generation) -> BatchShape:
         request, ask = asked
