@@ -1,7 +1,7 @@
 """Chooses weight layouts for a CPU target: edits recipes only, the graph's meaning stays.
 
 A linear's weight is packed for its kernel; a table that is also a linear's weight (tied embeddings) is read from the
-packed form, so it is stored once.
+packed form, so it is stored once. A quantised table that no linear reads is packed too: rows of blocks have no other form.
 """
 
 from dataclasses import replace
@@ -80,12 +80,16 @@ def _select(graph: Graph, target: CpuTarget, packed: dict[Recipe, Recipe]) -> Gr
             params.append(replace(param, recipe=packed_recipe))
         else:
             params.append(param)
-    # Tied embeddings: the same bytes, already packed for the head.
-    tables = {n.inputs[1].name for n in graph.nodes if n.op == "embedding" and n.inputs[1] is not None}
-    params = [
-        replace(p, recipe=packed[p.recipe])
-        if p.name in tables and p.recipe in packed and p.name not in layouts
-        else p
-        for p in params
-    ]
+    tables = {n.operand(1).name for n in graph.nodes if n.op == "embedding"} - layouts.keys()
+    params = [_table(p, target, packed) if p.name in tables else p for p in params]
     return replace(graph, params=tuple(params))
+
+
+def _table(param: Param, target: CpuTarget, packed: dict[Recipe, Recipe]) -> Param:
+    """An embedding's table: the same bytes as the head's, already packed for it; else packed if it is quantised."""
+    tensor = param.value.tensor
+    if param.recipe in packed:
+        return replace(param, recipe=packed[param.recipe])
+    if tensor.is_quantized and not isinstance(param.recipe, Relayout):
+        return replace(param, recipe=Relayout(param.recipe, base_layout(tensor, target)))
+    return param

@@ -172,3 +172,14 @@ def test_kernels_of_a_module_are_verified(
     if isinstance(target, CudaTarget):  # a CPU may sum in the very order of the reference
         monkeypatch.setattr(kernels, "TOLERANCE", dict.fromkeys(kernels.TOLERANCE, 1e-12))
         assert verify_kernels(module, target, 2, BUCKETS)
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_1", "bf16"])
+def test_a_table_that_no_head_shares_is_read_as_it_is_stored(dtype: str) -> None:
+    text = f"""func @main(%ids: i32[T]) {{
+      dim T in [0, 64]
+      param %table : {dtype}[70, 64]
+      %y = embedding(%ids, %table, dtype="bf16") : bf16[T, 64]
+      return %y
+    }}"""
+    assert verify_kernels(parse_module(text), host_target(), 2, BUCKETS) == []
