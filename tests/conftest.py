@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch or a server reads them: workers share the cores
+    _share = max(1, len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    for _variable in ("COMPILERLLM_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ[_variable] = str(_share)
+
 
 def _package_folder(name: str) -> Path:
     spec = importlib.util.find_spec(name)

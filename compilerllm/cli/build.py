@@ -94,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
         more = [line for line in (opaque_line(manifest), cutlass_line(manifest)) if line]
         card[name] = "; ".join((f"{manifest['id'][:12]}, {said}", *more))
     card["verified"] = (
-        "every rewrite and kernel against what it replaced" if args.verify else "no (see --verify)"
+        "every rewrite against what it replaced, and every kernel that this machine can run"
+        if args.verify
+        else "no (see --verify)"
     )
     card["bundle"] = str(output)
     if args.pack:
