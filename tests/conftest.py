@@ -48,6 +48,19 @@ def gemma3_gguf(request: pytest.FixtureRequest) -> Path:
     return whole
 
 
+@pytest.fixture
+def unoptimised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C++ compiler does not optimise, which takes half its time: for tests of what is generated, not of how it runs.
+
+    Not for what a child process compiles. Kernels' own tests and those of real models have the flags of a target.
+    """
+    from compilerllm.kernels.cpu.target import CpuTarget
+
+    flags = CpuTarget.compile_flags.fget
+    assert flags is not None
+    monkeypatch.setattr(CpuTarget, "compile_flags", property(lambda target: (*flags(target), "-O0")))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needs_gpu:

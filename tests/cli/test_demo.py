@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow  # CI runs `make demo` itself
 @pytest.mark.weights
 def test_the_demo_knows_the_capital_of_france(smollm2_gguf: Path) -> None:
     done = subprocess.run(

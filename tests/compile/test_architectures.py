@@ -10,6 +10,11 @@ import torch
 from ..models.tiny import TINY, tiny_model
 from .serving import compile_and_load, teacher_forced
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
+# Enough for every kind of op; `make test-slow` takes the others too.
+BY_NODES = ("llama", "gemma3_text", "gpt_oss", "qwen3_moe")
+IN_BFLOAT16 = (*BY_NODES, "gpt2", "granite", "olmo2")
 LENGTHS = (45, 7, 35)  # over one block, below one, and just over: chunk borders fall on all of them
 # Together in one batch with chunked prefill, then decode; and one sequence at a time.
 MIXED = [(20, 5, 33), (20, 1, 1), (1, 1, 1), (4, 0, 0)]
@@ -26,7 +31,7 @@ def eager(model: Any, tokens: list[int]) -> Any:
         return model(torch.tensor(tokens)[None], use_cache=False).logits[0].float().numpy()
 
 
-@pytest.fixture(scope="module", params=TINY)
+@pytest.fixture(scope="module")
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     model = tiny_model(request.param)
     folder = tmp_path_factory.mktemp(request.param)
@@ -34,9 +39,23 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return model, folder
 
 
-@pytest.mark.parametrize("level", [0, 2])
-def test_logits_match_eager(tiny: tuple[Any, Path], level: int) -> None:
+def _all_but(names: tuple[str, ...]) -> list[Any]:
+    """Every architecture, of which those not in ``names`` are slow."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in TINY]
+
+
+@pytest.mark.parametrize("tiny", TINY, indirect=True)
+def test_logits_match_eager(tiny: tuple[Any, Path]) -> None:
     """Packed (three sequences of different progress in one step) and alone, in float32."""
+    matches_eager(tiny, level=2)
+
+
+@pytest.mark.parametrize("tiny", _all_but(BY_NODES), indirect=True)
+def test_logits_match_eager_node_by_node(tiny: tuple[Any, Path]) -> None:
+    matches_eager(tiny, level=0)
+
+
+def matches_eager(tiny: tuple[Any, Path], level: int) -> None:
     reference, folder = tiny
     model = compile_and_load(folder, dtype="float32", level=level)
     model.allocate(40, 8)
@@ -49,6 +68,7 @@ def test_logits_match_eager(tiny: tuple[Any, Path], level: int) -> None:
             assert np.abs(result - want[: len(result)]).max() <= 2e-5 * scale, f"{len(tokens)} tokens"
 
 
+@pytest.mark.parametrize("tiny", _all_but(IN_BFLOAT16), indirect=True)
 def test_bfloat16_errs_like_eager(tiny: tuple[Any, Path]) -> None:
     """In bf16 the logits stray from float32 about as far as transformers' own bf16 does.
 

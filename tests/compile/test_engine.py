@@ -15,6 +15,8 @@ from compilerllm.sampling_params import SamplingParams
 from ..models.tiny import tiny_model
 from .serving import compile_and_load
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 FREQUENCY, PRESENCE = 0.25, 1.0  # random models like to repeat one token, which would hide errors
 OUTPUT = 70  # with the prompt over three blocks of 32, so that a window of six lets whole blocks go
 

@@ -19,6 +19,8 @@ from compilerllm.passes.errors import NotServable
 from ..models.tiny import OPAQUE, tiny_model
 from .serving import compile_and_load, teacher_forced
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 LENGTHS = (40, 7, 21)
 # Together, then decode, the last step with a single token: compiled code must not have taken 1 for a constant.
 MIXED = [(20, 5, 13), (10, 1, 7), (1, 1, 1), (8, 0, 0), (1, 0, 0)]

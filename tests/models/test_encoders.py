@@ -22,6 +22,8 @@ from compilerllm.runtime.messages import ModelFacts, Pool, PoolingFacts, Request
 from compilerllm.runtime.pooling import PoolingEngine
 from compilerllm.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 _COMMON: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64,

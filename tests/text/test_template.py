@@ -100,19 +100,6 @@ def test_continuing_the_final_message(name: str, last: str) -> None:
     assert ours.render(chat, **options).endswith(last if name == "chatml" else last.strip())
 
 
-@pytest.mark.weights
-@pytest.mark.parametrize("chat", CHATS, ids=["one", "four"])
-def test_real_models(real_tokenizer: tuple[Tokenizer, Any], chat: list[dict[str, Any]]) -> None:
-    tokenizer, reference = real_tokenizer
-    if tokenizer.chat_template is None:  # Gemma's file is that of the base model
-        tokenizer.chat_template = ChatTemplate(GEMMA_LIKE, tokenizer.named_tokens)
-        reference.chat_template = GEMMA_LIKE
-    text = render_chat(tokenizer, "m", chat)
-    assert text == reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    ids = reference.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.encode(text, add_special_tokens=False) == ids
-
-
 def test_a_refusal_carries_the_templates_words() -> None:
     with pytest.raises(ChatTemplateFailed, match="must alternate") as caught:
         ChatTemplate(GEMMA_LIKE, {"bos_token": ""}).render([*CHATS[0], *CHATS[0]])

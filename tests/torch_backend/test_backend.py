@@ -14,6 +14,8 @@ from compilerllm.kernels.errors import UnsupportedByTarget
 from compilerllm.torch_backend import BackendOptions, CannotLower, InvalidOption, TrainingNotSupported
 from tests.torch_backend.compiling import assert_same, check, compiled
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 
 def failure(function: Any, *inputs: Any, **options: Any) -> Exception:
     """What the backend raised, out of torch's wrapper."""

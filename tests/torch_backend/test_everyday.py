@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from tests.torch_backend.compiling import check, compiled
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 
 def inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape) for shape in shapes]

@@ -7,6 +7,8 @@ from torch.nn import functional as F
 
 from tests.torch_backend.compiling import assert_same, check, compiled
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 
 class MixerBlock(nn.Module):
     """MLP-Mixer: a perceptron over patches, then one over channels."""

@@ -25,7 +25,7 @@ from tests.passes.running import Served
 MIXED, DECODE = Bucket(16, 3, 16, 16), Bucket(4, 4, 4, 1)
 CHUNKS = (([3, 14, 15, 9, 26, 5, 35, 8, 1], [8, 9, 7, 2]), ([40], [38]), ([6], [11]))
 BLOCKS = 2  # a sequence
-FAST = ("llama", "gemma2", "gpt2", "qwen3_moe")
+FAST = ("gemma2", "gpt2", "qwen3_moe")
 NAMES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in [*TINY, *MORE, *OPAQUE]]
 
 
