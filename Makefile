@@ -30,8 +30,8 @@ help: ## List the targets
 demo: $(DEMO) ## Serve a real model, ask it, stream from it, and stop (KEEP=1: leave it running)
 	$(BIN)/python -m compilerllm.demo $(ARGS)
 
-test: $(DEV) ## Run the tests, real models included; the slow ones are left out
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+test: $(DEV) ## Run the tests, real models included, a worker a core; the slow ones are left out
+	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 test-slow: $(DEV) ## Run the slow tests alone (test-clients has its own)
 	$(BIN)/python -m pytest -m slow --ignore tests/clients $(ARGS)

@@ -18,7 +18,7 @@ from compilerllm.models.resolve import resolve
 from .serving import compile_and_load, teacher_forced
 
 ALLOWED = 1.25
-PROMPTS = 8
+PROMPTS = 6
 pytestmark = pytest.mark.weights
 
 

@@ -67,7 +67,8 @@ def test_smollm2_chunked_and_preempted(smollm2_gguf: Path) -> None:
         assert llm.stats().num_preemptions > 0, "nothing was preempted, so nothing was tested"
 
 
-@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 3])
 def test_smollm2_at_other_levels(smollm2_gguf: Path, level: int) -> None:
     with LLM(
         model=str(smollm2_gguf), dtype="float32", weights="dense", max_model_len=256, max_num_seqs=8, optimization_level=level
@@ -86,14 +87,14 @@ def test_reference_level(name: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", [slice(4), pytest.param(slice(4, None), marks=pytest.mark.slow)], ids=["four", "rest"]
+    "cases", [slice(2), pytest.param(slice(2, None), marks=pytest.mark.slow)], ids=["two", "rest"]
 )
 def test_gemma3(gemma3_gguf: Path, cases: slice) -> None:
     with LLM(
         model=str(gemma3_gguf), dtype="float32", weights="dense", max_model_len=256, max_num_seqs=8
     ) as llm:
         compare(llm, golden("gemma3")[cases])
-        compare(llm, golden("gemma3")[cases][:2])  # from shared prefixes
+        compare(llm, golden("gemma3")[cases][:1])  # from shared prefixes
 
 
 @pytest.mark.slow
