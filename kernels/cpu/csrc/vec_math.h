@@ -117,10 +117,6 @@ CLLM_INLINE f32x16 vgelu_tanh(f32x16 x) {  // 0.5 x (1 + tanh u) = x sigmoid(2u)
   return x * vsigmoid(u2);
 }
 
-CLLM_INLINE f32x16 vexpm1(f32x16 x) {
-  const float c[] = {0.00139505986f, 0.0083689539f, 0.0416662042f, 0.166665183f, 0.50000001f};
-  return select(lt(vabs(x), set1(0.34f)), fma(horner(x, c), x * x, x), vexp(x) - set1(1));
-}
 CLLM_INLINE f32x16 vlog1p(f32x16 x) {
   // log(u) * x / (u - 1) with u = 1 + x mends the rounding of u.
   f32x16 u = set1(1) + x, d = u - set1(1);

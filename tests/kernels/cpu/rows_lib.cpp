@@ -139,10 +139,9 @@ EXPORT void math(int fn, const float* x, float* y, int n) {
     case 7: return map<vsin>(x, y, n);
     case 8: return map<vcos>(x, y, n);
     case 9: return map<vrsqrt>(x, y, n);
-    case 10: return map<vexpm1>(x, y, n);
-    case 11: return map<vlog1p>(x, y, n);
-    case 12: return map<vfloor>(x, y, n);
-    case 13: return map<vround>(x, y, n);
+    case 10: return map<vlog1p>(x, y, n);
+    case 11: return map<vfloor>(x, y, n);
+    case 12: return map<vround>(x, y, n);
     default: return map<vexp2>(x, y, n);
   }
 }

@@ -189,7 +189,7 @@ FUNCTIONS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], float, float]
     ("exp", torch.exp, -100, 88), ("log", torch.log, 1e-38, 1e38), ("tanh", torch.tanh, -12, 12),
     ("sigmoid", torch.sigmoid, -80, 80), ("erf", torch.erf, -5, 5), ("gelu", torch.nn.functional.gelu, -4, 8),
     ("gelu_tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh"), -4, 8), ("sin", torch.sin, -9e4, 9e4),
-    ("cos", torch.cos, -2e5, 2e5), ("rsqrt", torch.rsqrt, 1e-6, 1e6), ("expm1", torch.expm1, -20, 20),
+    ("cos", torch.cos, -2e5, 2e5), ("rsqrt", torch.rsqrt, 1e-6, 1e6),
     ("log1p", torch.log1p, -0.99, 50), ("floor", torch.floor, -1e3, 1e3),
     ("round", torch.round, -1e3, 1e3), ("exp2", torch.exp2, -125, 127),
 ]  # fmt: skip
@@ -205,7 +205,7 @@ def test_vector_math(index: int, target: str) -> None:
     y = torch.empty_like(x)
     build("rows_lib.cpp", target).math(index, address(x), address(y), x.numel())
     want = reference(x.double())
-    absolute = {"sin": 4e-7, "cos": 4e-7, "gelu": 2e-7, "gelu_tanh": 2e-7, "expm1": 1e-9, "log": 1e-7}.get(
+    absolute = {"sin": 4e-7, "cos": 4e-7, "gelu": 2e-7, "gelu_tanh": 2e-7, "log": 1e-7}.get(
         name, 1e-37
     )
     torch.testing.assert_close(y.double(), want, rtol=2e-6, atol=absolute)
