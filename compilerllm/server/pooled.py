@@ -19,10 +19,12 @@ from starlette.responses import Response
 
 from compilerllm.errors import GenerationFailed, InvalidParameter
 from compilerllm.ir.step import Float32
-from compilerllm.runtime.messages import Pool, PoolingFacts
+from compilerllm.runtime.messages import Delta, Pool, PoolingFacts
 from compilerllm.runtime.messages import Request as EngineRequest
 from compilerllm.sampling_params import SamplingParams
+from compilerllm.server.metrics import Metrics
 from compilerllm.server.protocol import read_request
+from compilerllm.server.records import current_record
 from compilerllm.server.service import Service, body_schema, json_response, read_body
 from compilerllm.server.streams import watch_disconnect
 from compilerllm.text.pairs import Cut, Tokens, encode_texts
@@ -162,34 +164,61 @@ def add_pooled(
 
 async def _run(service: Service, work: Work, priority: int, request: Request) -> list[Float32]:
     """What the engine gives for each input, in order. Raises ``ClientDisconnect`` if nobody waits any more."""
-    name = uuid.uuid4().hex
+    name, arrived, metrics, record = uuid.uuid4().hex, time.monotonic(), service.metrics, current_record()
     feed = service.streams.submit(
         [
             EngineRequest(
                 request_id=f"{name}-{i}",
                 prompt_token_ids=one.ids,
                 params=SamplingParams(),
-                arrival_time=time.monotonic(),
+                arrival_time=arrived,
                 pool=msgspec.structs.replace(work.pool, second=one.second),
                 priority=priority,
             )
             for i, one in enumerate(work.inputs)
         ]
     )
+    if record is not None:
+        record.num_sequences += len(work.inputs)
+        record.prompt_tokens += sum(len(one.ids) for one in work.inputs)
+
+    def ended(reason: str, count: int = 1) -> None:
+        for _ in range(count):
+            metrics.finished(reason)
+        if record is not None and count:
+            record.finish_reasons[reason] += count
+
     found: dict[int, Float32] = {}
+    failed = 0
     watcher = asyncio.create_task(watch_disconnect(request.receive, feed))
     try:
         while deltas := await feed.read():
             for delta in deltas:
                 if delta.embedding is None:
+                    failed = 1
+                    ended("error")
                     raise GenerationFailed(delta.error or "the engine gave no vector")
-                found[int(delta.request_id.rpartition("-")[2])] = np.frombuffer(delta.embedding, np.float32)
+                index = int(delta.request_id.rpartition("-")[2])
+                found[index] = np.frombuffer(delta.embedding, np.float32)
+                ended("stop")
+                _observe(metrics, len(work.inputs[index].ids), delta, arrived)
     finally:
         watcher.cancel()
         feed.close()
+        ended("abort", len(work.inputs) - len(found) - failed)
     if len(found) < len(work.inputs):
         raise ClientDisconnect
     return [found[i] for i in range(len(work.inputs))]
+
+
+def _observe(metrics: Metrics, tokens: int, delta: Delta, arrived: float) -> None:
+    """An input of so many tokens that has its vector."""
+    metrics.prompt_tokens.observe(tokens)
+    metrics.prompt_computed(tokens, 0)
+    metrics.queue_time.observe(delta.queue_seconds)
+    metrics.prefill_time.observe(delta.prefill_seconds)
+    metrics.inference_time.observe(delta.prefill_seconds)
+    metrics.e2e.observe(time.monotonic() - arrived)
 
 
 def encoded(values: Float32, encoding_format: str) -> Any:

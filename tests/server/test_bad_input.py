@@ -314,6 +314,17 @@ def test_a_client_that_hangs_up(start: Start, path: str, stream: bool) -> None:
     assert 'finished_reason="abort",model_name="fake"} 2.0' in live.http.get("/metrics").text
 
 
+def test_an_offer_to_speak_http_2_keeps_its_body(live: Live) -> None:
+    """Java's client makes it with every request; some parsers then take the body for the other protocol's."""
+    body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
+    upgrade = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\n{upgrade}Content-Length: {len(body)}\r\n\r\n"
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head.encode() + body)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
 def test_a_client_that_hangs_up_before_its_body_is_whole(
     live: Live, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -90,3 +90,20 @@ def test_a_model_does_what_it_is_for(embedder: tuple[Live, Any], live: Live) -> 
         embedder[0].client.completions.create(model="fake", prompt=[5, 6])
     with pytest.raises(openai.BadRequestError, match="chat/completions"):
         embed(live, input="hello")
+
+
+def test_metrics_count_what_is_pooled(embedder: tuple[Live, Any]) -> None:
+    live, _ = embedder
+
+    def value(name: str) -> float:
+        lines = live.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"compilerllm:{name}"))
+
+    names = (
+        'request_success_total{engine="0",finished_reason="stop"', "e2e_request_latency_seconds_count",
+        "request_prompt_tokens_count", "request_queue_time_seconds_count", "request_prefill_time_seconds_count",
+    )  # fmt: skip
+    before, tokens = [value(name) for name in names], value("request_prompt_tokens_sum")
+    embed(live, input=BATCH)
+    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [len(BATCH)] * len(names)
+    assert value("request_prompt_tokens_sum") - tokens == sum(map(len, BATCH))
