@@ -54,11 +54,9 @@ def unoptimised(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Not for what a child process compiles. Kernels' own tests and those of real models have the flags of a target.
     """
-    from compilerllm.kernels.cpu.target import CpuTarget
+    from compilerllm.kernels.cpu import target
 
-    flags = CpuTarget.compile_flags.fget
-    assert flags is not None
-    monkeypatch.setattr(CpuTarget, "compile_flags", property(lambda target: (*flags(target), "-O0")))
+    monkeypatch.setattr(target, "_COMMON", (*target._COMMON, "-O0"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

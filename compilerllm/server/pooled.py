@@ -22,6 +22,7 @@ from compilerllm.ir.step import Float32
 from compilerllm.runtime.messages import Delta, Pool, PoolingFacts
 from compilerllm.runtime.messages import Request as EngineRequest
 from compilerllm.sampling_params import SamplingParams
+from compilerllm.server.chat_text import chat_text
 from compilerllm.server.metrics import Metrics
 from compilerllm.server.protocol import read_request
 from compilerllm.server.records import current_record
@@ -33,8 +34,8 @@ from compilerllm.text.prompts import Truncation, encode_prompt
 MOST_INPUTS = 2048  # of one request, as OpenAI's API has it
 _HARMLESS = frozenset({"user", "safety_identifier", "request_id"})
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "cache_salt": (), "chat_template_kwargs": ({},), "embed_dtype": ("float32",), "endianness": ("native", "little"),
-    "instruction": (), "messages": (), "mm_processor_kwargs": ({},),
+    "cache_salt": (), "embed_dtype": ("float32",), "endianness": ("native", "little"), "instruction": (),
+    "mm_processor_kwargs": ({},),
 }  # fmt: skip
 _DOES = {
     None: "continues texts: ask /v1/chat/completions or /v1/completions",
@@ -51,11 +52,15 @@ class PoolRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "right"
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # True, but for chats, whose template writes them
     priority: int = 0
     use_activation: bool | None = None
     activation: bool | None = None
     normalize: bool | None = None
+
+    def marks_ends(self) -> bool:
+        """Whether the tokenizer puts its special tokens around a text."""
+        return self.add_special_tokens is not False
 
     def activate(self) -> bool | None:
         """What the three names say. Raises ``InvalidParameter`` where they contradict each other."""
@@ -68,12 +73,29 @@ class PoolRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class InputRequest(PoolRequest, kw_only=True, forbid_unknown_fields=True):
-    """A body with ``input``: a text, token ids, or a list of either."""
+    """A body with ``input``: a text, token ids, or a list of either; or with the ``messages`` of one chat."""
 
-    input: str | list[Any]
+    input: str | list[Any] | None = None
+    messages: list[Any] | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
-    def inputs(self) -> list[Any]:
+    def marks_ends(self) -> bool:
+        return super().marks_ends() if self.messages is None else self.add_special_tokens is True
+
+    @property
+    def param(self) -> str:
+        """The field that is at fault where an input is."""
+        return "input" if self.messages is None else "messages"
+
+    def inputs(self, service: Service) -> list[Any]:
         """The inputs one by one."""
+        if (self.input is None) == (self.messages is None):
+            raise InvalidParameter("Give either input or messages", "input")
+        if self.messages is not None:
+            return [chat_text(service, self)]
         if isinstance(self.input, str):
             return [self.input]
         if not self.input or len(self.input) > MOST_INPUTS:
@@ -105,8 +127,9 @@ def pooling_facts(service: Service, tasks: tuple[str, ...], what: str) -> Poolin
     return facts
 
 
-def encode_input(service: Service, asked: PoolRequest, given: object, param: str = "input") -> Tokens:
-    """A text or token ids as the model is to see them. Raises ``InvalidParameter`` naming ``param``."""
+def encode_input(service: Service, asked: InputRequest, given: object) -> Tokens:
+    """A text or token ids as the model is to see them. Raises ``InvalidParameter`` naming the field."""
+    param = asked.param
     if isinstance(given, str):
         return encode_pair(service, asked, given, None, Cut(), (param, param))
     limit, cut = service.client.ready.max_model_len, asked.truncate_prompt_tokens
@@ -124,7 +147,7 @@ def encode_pair(
     if (most := asked.truncate_prompt_tokens) is not None:
         Truncation(most)  # checks it
         cut = Cut(limit if most == -1 else most, cut.first, cut.second, asked.truncation_side)
-    special = asked.add_special_tokens
+    special = asked.marks_ends()
     return encode_texts(service.tokenizer, first, second, params, special, cut, limit).checked(
         limit, params[-1]
     )

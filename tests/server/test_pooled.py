@@ -19,6 +19,7 @@ from compilerllm.models.tasks import Task
 from compilerllm.server.answers import ANSWERS
 from compilerllm.server.config import ServerConfig
 from compilerllm.text.pairs import Cut, encode_texts
+from compilerllm.text.template import ChatTemplate
 from compilerllm.text.tokenizer import Tokenizer
 from tests.models.test_encoders import engine, save
 from tests.server.conftest import Live, serve
@@ -249,3 +250,31 @@ def test_a_model_of_texts_says_so(live: Live) -> None:
     for path in ROUTES:
         reply = live.post(path, **bodies.get(path.rpartition("/")[2], {"input": "a"}))
         assert reply.status_code == 400 and "chat/completions" in reply.json()["error"]["message"], path
+
+
+CHAT_OF_WORDS = "{% for m in messages %}[CLS] {{ m.content }} [SEP]{% endfor %}{% if add_generation_prompt %} w9{% endif %}"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+def test_a_chat_is_pooled_as_its_template_writes_it(served: Served, path: str) -> None:
+    """The template writes the marks of a text, so that the tokenizer does not."""
+    live, _ = served("bert", "embed")
+    tokenizer = live.app.state.service.tokenizer
+    before = tokenizer.chat_template
+    tokenizer.chat_template = ChatTemplate(CHAT_OF_WORDS, tokenizer.named_tokens)
+    try:
+        chat = {"messages": [{"role": "user", "content": "w1 w2 w3"}]}
+        same, longer = answer(live, path, **chat), answer(live, path, **chat, add_generation_prompt=True)
+        plain = answer(live, path, input="w1 w2 w3")
+        name = "embedding" if path == "/v1/embeddings" else "data"
+        close(same["data"][0][name], plain["data"][0][name])
+        assert longer["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"] + 1
+        for wrong, param in (
+            ({"input": "w1", **chat}, "input"),
+            ({**chat, "chat_template": "x"}, "chat_template"),
+            ({"messages": [{"role": "user", "content": "w1 " * 500}]}, "messages"),
+        ):
+            reply = live.post(path, model="fake", **wrong)
+            assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+    finally:
+        tokenizer.chat_template = before

@@ -36,7 +36,7 @@ def check_dimensions(dimensions: int | None, facts: PoolingFacts) -> None:
 
 def _plan(service: Service, asked: EmbeddingRequest) -> Work:
     check_dimensions(asked.dimensions, pooling_facts(service, ("embed",), "embed texts"))
-    inputs = [encode_input(service, asked, one) for one in asked.inputs()]
+    inputs = [encode_input(service, asked, one) for one in asked.inputs(service)]
     return Work(inputs, Pool(dimensions=asked.dimensions, activate=asked.activate()))
 
 

@@ -41,7 +41,9 @@ class PoolingRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
 
 def _plan_classify(service: Service, asked: ClassifyRequest) -> Work:
     pooling_facts(service, ("classify",), "classify texts")
-    return Work([_one(service, asked, given) for given in asked.inputs()], Pool(activate=asked.activate()))
+    return Work(
+        [_one(service, asked, given) for given in asked.inputs(service)], Pool(activate=asked.activate())
+    )
 
 
 def _one(service: Service, asked: ClassifyRequest, given: Any) -> Tokens:
@@ -75,7 +77,7 @@ def _plan_pooling(service: Service, asked: PoolingRequest) -> Work:
         dimensions=asked.dimensions,
         activate=asked.activate(),
     )
-    return Work([encode_input(service, asked, one) for one in asked.inputs()], pool)
+    return Work([encode_input(service, asked, one) for one in asked.inputs(service)], pool)
 
 
 def _shape_pooling(

@@ -8,10 +8,10 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from compilerllm.errors import InvalidParameter
+from compilerllm.server.chat_text import chat_text
 from compilerllm.server.protocol import read_request
 from compilerllm.server.service import Service, body_schema, json_response, read_body
 from compilerllm.server.tools import read_tools
-from compilerllm.text.chat import render_chat
 from compilerllm.text.prompts import encode_prompt
 
 _HARMLESS = frozenset({"request_id"})
@@ -46,7 +46,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
         service.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidParameter("Give either prompt or messages", "prompt")
-        text, special = (asked.prompt, True) if asked.messages is None else (_render(service, asked), False)
+        text, special = asked.prompt, True
+        if asked.messages is not None:
+            tools = read_tools(asked.tools, None).for_template()
+            text, special = chat_text(service, asked, tools=tools), False
         if asked.add_special_tokens is not None:
             special = asked.add_special_tokens
         param = "prompt" if asked.messages is None else "messages"
@@ -91,26 +94,6 @@ def add_routes(app: FastAPI, service: Service) -> None:
     )
     if service.config.enable_tokenizer_info_endpoint:
         app.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"])
-
-
-def _render(service: Service, asked: TokenizeRequest) -> str:
-    if asked.chat_template is not None and not service.config.trust_request_chat_template:
-        raise InvalidParameter(
-            "chat_template: this server uses the model's own; it takes a request's with --trust-request-chat-template",
-            "chat_template",
-        )
-    return render_chat(
-        service.tokenizer,
-        service.model,
-        asked.messages,
-        asked.chat_template,
-        **{
-            "add_generation_prompt": asked.add_generation_prompt,
-            "continue_final_message": asked.continue_final_message,
-            "tools": read_tools(asked.tools, None).for_template(),
-            **asked.chat_template_kwargs,
-        },
-    )
 
 
 def _describe(service: Service) -> dict[str, Any]:
