@@ -32,7 +32,7 @@ def make_tokenizer(tmp_path: Path) -> Callable[..., Tokenizer]:
     return make
 
 
-@pytest.fixture(scope="session", params=["smollm2_gguf", "gemma3_gguf"])
+@pytest.fixture(scope="session", params=["smollm2_gguf", pytest.param("gemma3_gguf", marks=pytest.mark.slow)])
 def real_tokenizer(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, Any]:

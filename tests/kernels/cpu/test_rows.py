@@ -205,9 +205,7 @@ def test_vector_math(index: int, target: str) -> None:
     y = torch.empty_like(x)
     build("rows_lib.cpp", target).math(index, address(x), address(y), x.numel())
     want = reference(x.double())
-    absolute = {"sin": 4e-7, "cos": 4e-7, "gelu": 2e-7, "gelu_tanh": 2e-7, "log": 1e-7}.get(
-        name, 1e-37
-    )
+    absolute = {"sin": 4e-7, "cos": 4e-7, "gelu": 2e-7, "gelu_tanh": 2e-7, "log": 1e-7}.get(name, 1e-37)
     torch.testing.assert_close(y.double(), want, rtol=2e-6, atol=absolute)
 
 
