@@ -7,6 +7,7 @@ import asyncio
 import base64
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -204,31 +205,27 @@ async def _run(service: Service, work: Work, priority: int, request: Request) ->
     if record is not None:
         record.num_sequences += len(work.inputs)
         record.prompt_tokens += sum(len(one.ids) for one in work.inputs)
-
-    def ended(reason: str, count: int = 1) -> None:
-        for _ in range(count):
-            metrics.finished(reason)
-        if record is not None and count:
-            record.finish_reasons[reason] += count
-
     found: dict[int, Float32] = {}
-    failed = 0
+    ends: Counter[str] = Counter()  # inputs by how they ended
     watcher = asyncio.create_task(watch_disconnect(request.receive, feed))
     try:
         while deltas := await feed.read():
             for delta in deltas:
                 if delta.embedding is None:
-                    failed = 1
-                    ended("error")
+                    ends["error"] += 1
                     raise GenerationFailed(delta.error or "the engine gave no vector")
                 index = int(delta.request_id.rpartition("-")[2])
                 found[index] = np.frombuffer(delta.embedding, np.float32)
-                ended("stop")
+                ends["stop"] += 1
                 _observe(metrics, len(work.inputs[index].ids), delta, arrived)
     finally:
         watcher.cancel()
         feed.close()
-        ended("abort", len(work.inputs) - len(found) - failed)
+        ends["abort"] = len(work.inputs) - ends.total()
+        for reason in ends.elements():
+            metrics.finished(reason)
+        if record is not None:
+            record.finish_reasons += ends
     if len(found) < len(work.inputs):
         raise ClientDisconnect
     return [found[i] for i in range(len(work.inputs))]
