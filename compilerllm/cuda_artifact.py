@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 NORM_LINEAR_TOKENS = 64  # up to so many tokens a linear's kernel may norm its input itself
 NORM_ROUTE_TOKENS = 8  # up to so many the norm, the router's product and the routing are one kernel
-# Tokens of steps with prompts. Finer than powers of two where padding would cost most.
 FEW_ROWS = 16  # to sample, of a step with prompts, unless it has many
+# Tokens of steps with prompts. Finer than powers of two where padding would cost most.
 MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 DECODE_SEQUENCES = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,

@@ -22,15 +22,6 @@ def artifact_cache() -> Iterator[None]:
         os.environ["COMPILERLLM_CACHE_DIR"] = before
 
 
-@pytest.fixture(scope="session", autouse=True)
-def few_threads() -> None:
-    """Workers' references run on the CPU at the same time."""
-    import torch
-
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
-
-
 @pytest.fixture(autouse=True)
 def turn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests run beside one another, but for those that use ``alone``."""

@@ -56,7 +56,7 @@ class Babbler:
         self._logits: Any = self._noise.normal(size=(len(step.sample_rows), self.vocab_size)).astype(
             np.float32
         )
-        self._logits[:, self._closing] += 5.0  # nine tokens in ten, else strings may fill the answer
+        self._logits[:, self._closing] += 5.0  # else one string may fill the answer
         self._logits[:, self._spaces] -= 9.0
 
     def sample(self, rows: SampleRows) -> Sampled:
